@@ -1,6 +1,8 @@
 # make demo   train the tiny model on a CPU and print what it learned
 # make demo-real   train a real language model to use a tool, on a CPU, in five minutes
-# make test   lint, types and tests, as CI runs them
+# make test   lint, types and tests that take no long training; CI runs the others as well
+# make test-learning   examples, templates, notebooks and served models, which train until something is learned; kills
+# make types   mypy alone
 # make test-agentscope2   the tests that need AgentScope 2.x, in an environment of its own
 # make test-real   the tests that train a real language model on a CPU; 94 MB more in the first environment
 # make test-browser   the page of a run in a real browser; needs Chromium
@@ -11,7 +13,7 @@
 # make test-cluster   Ray clusters and engines on several machines, which are namespaces of this one; as test-trinity
 # make test-vllm   the tests that run vLLM on a CPU, in an environment of their own (3.6 GB)
 # make test-workers   rollouts, runs, agents and examples once more, whose functions run in workers
-# make test-models   every causal LM of transformers, tiny: docs/models.md is what it finds
+# make test-models   every causal LM of transformers, tiny: docs/reference/models.md is what it finds
 # make test-chaos   kills, a fault at each file operation, wrong requests, sessions, a killed server, a soak of half an hour
 # make test-nightly   all of these, and in them what CI has no time for
 # make test-sglang   the tests that run SGLang's server on a CPU, in an environment of its own (11 GB)
@@ -47,12 +49,15 @@ BIN10 := $(VENV10)/bin
 # Otherwise each process that imports PyTorch compiles it anew: half of what a short one does.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Tests that CI has no time for.
+# Tests that CI has no time for; `make test` leaves those of `make test-learning` out as well.
 SELECT := -m "not nightly"
+QUICK := -m "not nightly and not learning"
+# One worker for each core, a file at a time, and the longest files first.
+PARALLEL := --numprocesses auto --dist loadfile --no-loadscope-reorder
 # Each file's engine or cluster is one worker's, and starting one keeps no more than a core busy.
 TOGETHER := --numprocesses 2 --dist loadfile
 
-.PHONY: demo demo-real test test-real test-agentscope2 test-browser test-frameworks test-trackers test-environments test-trinity test-cluster \
+.PHONY: demo demo-real test types test-learning test-real test-agentscope2 test-browser test-frameworks test-trackers test-environments test-trinity test-cluster \
 	test-vllm test-workers test-models test-chaos test-nightly test-sglang dist test-dist docs audit bench gpu install environments clean
 
 install: $(VENV)/.installed
@@ -82,9 +87,15 @@ demo-real: $(VENV)/.installed-real
 test: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy & \
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(SELECT) $(ARGS); \
+	$(MAKE) --no-print-directory types & \
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) $(QUICK) $(ARGS); \
 	tests=$$?; wait $$! && exit $$tests
+
+types: $(VENV)/.installed-dev
+	$(BIN)/mypy
+
+test-learning: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) -m "learning and not nightly" $(ARGS)
 
 # Nightly, all of them: they train the real model, for minutes.
 test-real: $(VENV)/.installed-dev $(VENV)/.installed-real
@@ -158,7 +169,7 @@ test-vllm:
 # What cannot pass so is left out by the plugin, each with its reason.
 WORKERS := -p tests.rollouts.workers.everywhere $(SELECT)
 test-workers: $(VENV)/.installed-dev $(VENV2)/.installed $(VENV3)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(WORKERS) --numprocesses auto --dist loadfile --no-loadscope-reorder \
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(WORKERS) $(PARALLEL) \
 		tests/rollouts --ignore tests/rollouts/workers tests/loop tests/areal tests/examples tests/test_tutorial.py \
 		tests/templates/test_init.py::test_a_template_trains
 	OMP_NUM_THREADS=1 $(BIN2)/pytest $(WORKERS) tests/integration/agentscope2
@@ -193,7 +204,7 @@ test-chaos: $(VENV)/.installed-dev
 	exit $$failed
 
 test-nightly:
-	$(MAKE) test test-real test-workers test-agentscope2 test-frameworks test-trackers test-environments test-browser test-vllm test-trinity test-cluster SELECT=
+	$(MAKE) test test-real test-workers test-agentscope2 test-frameworks test-trackers test-environments test-browser test-vllm test-trinity test-cluster SELECT= QUICK= TUNER_EXAMPLES=all
 
 # What CI installs while tests run; a suite says itself what it could not install.
 environments:
@@ -232,6 +243,7 @@ docs: $(VENV9)/.installed
 bench: $(VENV)/.installed-dev $(VENV)/.installed-real $(VENV5)/.installed .venv-litellm/bin/litellm
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt trl reasoning-gym
 	for benchmark in benchmarks/[a-z]*.py; do $(BIN)/python $$benchmark || exit 1; done
+	$(BIN)/python -m docs.tables
 
 # SLICE=2 runs one of them. With GPU_PYTHON=python3 nothing is installed: PyTorch, transformers and
 # the few packages that all of it imports must be there, and what else is missing is skipped by name.

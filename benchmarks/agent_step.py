@@ -1,4 +1,4 @@
-"""Seconds per training step of an agent, beside TRL's GRPOTrainer: rollouts, judge, one update.
+"""Seconds per training step of an agent (rollouts, judge, one update) beside TRL's GRPOTrainer.
 
 Both train the same weights on the same tasks with the same group size, temperature, limit of tokens
 per answer, learning rate and loss (PPO clip, token mean, no KL).

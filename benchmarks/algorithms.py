@@ -1,4 +1,4 @@
-"""Every algorithm that learns from rewards raises the reward on the shipped problems; for nightly.
+"""Held-out reward before and after a few steps of each algorithm that learns from rewards.
 
 The tiny model, 16 problems x 8 rollouts a step, an OpenAI client as agent. An algorithm's own
 settings are its defaults, and all have the same learning rate. The two numbers are the mean reward

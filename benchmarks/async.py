@@ -1,5 +1,6 @@
-"""Asynchronous collection beside the loop that takes turns: steps per second, and idle time of
-the trainer; and, with `--demo`, what the demo learns either way.
+"""Steps per second and idle time of the trainer when collection runs ahead of training.
+
+`--demo` shows what the demo learns either way.
 
 Rollouts ask the tiny model twice and sleep in a tool in between: real sleeps, log-normal, the same
 for the same rollout in every run. What is compared is `synchronizer.sync_offset` 2 and 4 with 0,
@@ -200,7 +201,7 @@ class Simulated:
 
 def simulated(arguments: argparse.Namespace, offset: int, *, waits: bool) -> Simulated:
     sys.path.insert(0, str(ROOT))
-    simulate = import_module("tests.rollouts.clock").simulate
+    simulate = import_module("tests.kit.clock").simulate
     from tuner.rollouts.groups import Schedule
 
     tasks, group, steps, skipped = 4, 8, 210, 10

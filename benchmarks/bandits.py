@@ -1,4 +1,5 @@
-"""What branches gain, and whether it is known beforehand: bandits with exact gradients.
+"""Efficiency of branched rollouts, and of the choice where to branch, on bandits with exact
+gradients.
 
 Six binary decisions, each a call; which of them cost much, which of them decide and how often they
 succeed are the cells of a grid. In each cell the efficiency 1 / (mean squared error of the gradient

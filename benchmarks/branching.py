@@ -1,4 +1,4 @@
-"""Sampled tokens until an agent has learned: rollouts that begin inside others, and flat ones.
+"""Sampled tokens that an agent needs to learn: branched rollouts beside flat ones.
 
 The agent of `examples/branching` takes notes first, and its end decides; those of `_plain_agents`
 are not built for branches, and `best` may do no harm there. Each side trains an agent in groups of

@@ -1,4 +1,4 @@
-"""Rollouts until an agent has learned: tasks drawn by success, and in a shuffled order.
+"""Rollouts that an agent needs to learn: tasks drawn by success beside a shuffled order.
 
 The tiny model, the shipped problems, an OpenAI client as agent. What is trained on is some of the
 problems among others that teach nothing, whose reward is always 1 or always 0; beside that the

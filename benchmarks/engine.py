@@ -1,4 +1,4 @@
-"""Tokens per second of the engine beside `model.generate` and transformers' continuous batching.
+"""Generated tokens per second beside `model.generate`, transformers' continuous batching and vLLM.
 
     python benchmarks/engine.py [--rounds 3] [--threads N] [--no-continuous-batching]
 

@@ -1,5 +1,7 @@
-"""What the examples learn: held-out reward of `examples/multi_turn_math`, both ways, and of
-`examples/search_agent` before and after, over three seeds.
+"""Held-out reward of `examples/multi_turn_math` and `examples/search_agent` before and after.
+
+The agent of `multi_turn_math` runs both ways, as a workflow function and as a queue agent; three
+seeds.
 
 The numbers of the examples' own `config.yaml`, with nothing but the seed changed; greedy. For
 `multi_turn_math` the reward is being right at once, on 200 held-out problems; for `search_agent`

@@ -1,4 +1,4 @@
-"""A model of full size on a CPU: what a step takes, where its time goes, and what was predicted.
+"""Seconds and memory of a step with a model of full size on a CPU, beside the prediction.
 
 The shape is that of Qwen3-0.6B. Weights are random and in bfloat16, masters and the optimizer's
 state in float32. The vocabulary has 151,936 tokens, of which the tokenizer (of the repository's

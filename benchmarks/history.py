@@ -1,4 +1,4 @@
-"""What is learned from a finished run without a new rollout: held-out accuracy of `examples/gsm8k`.
+"""Held-out accuracy of `examples/gsm8k` learned from a finished run, without a new rollout.
 
 Of each seed a run of ten steps with a learning rate that is too small, and then, from its traces
 and the model that it began with, what each algorithm learns; greedy, on the 200 held-out problems,

@@ -1,4 +1,6 @@
-"""What the demo learns: held-out accuracy of `examples/gsm8k` before and after, over three seeds.
+"""Held-out accuracy of `examples/gsm8k`, the demo, before and after training.
+
+Three seeds.
 
 The numbers of the repository's `config.yaml`, with nothing but the seed changed; greedy, on the 200
 held-out problems, through the real AgentScope agent.

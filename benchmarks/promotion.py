@@ -1,4 +1,4 @@
-"""Is a candidate better: how often that is said wrongly, and how many sessions it takes.
+"""False promotions and sessions needed to prove that a candidate is better, in simulations.
 
 1,000 simulated deployments of each kind, session by session, the arm by a coin. False
 promotions: where the candidate is no better, how many are ever promoted while one looks after every

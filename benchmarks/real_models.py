@@ -1,4 +1,4 @@
-"""A real pretrained model learns to call a tool on a CPU: examples/smollm2, and TRL beside it.
+"""A pretrained model learns to call a tool on a CPU (`examples/smollm2`), beside TRL and vLLM.
 
 SmolLM2-135M-Instruct in float32 answers sums of four three-digit numbers with a calculator. Every
 run is the example itself in a separate process. Its wall time contains imports, loading, both

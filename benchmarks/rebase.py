@@ -1,4 +1,6 @@
-"""The judge was wrong: how much sampling a rebased run saves, and what it learns, over three seeds.
+"""Sampling saved and accuracy reached by rebasing a run whose judge was wrong.
+
+Three seeds.
 
 The repository's `config.yaml`. A third of its problems take three operations, and to these the
 wrong judge gives the reward with the other sign. The run with that judge is rebased with the right

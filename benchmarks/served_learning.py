@@ -1,4 +1,6 @@
-"""A server that learns from its users: from the tiny model as it comes to nine of ten problems.
+"""Accuracy and sessions of a server that learns from its users' ratings.
+
+It begins with the tiny model as it comes; the goal is nine of ten held-out problems.
 
 `tuner serve --train` is started once for each seed and never again. Simulated users ask it the
 problems of examples/gsm8k, each once and on their own (no groups), at the temperature 1. What they

@@ -1,4 +1,4 @@
-"""What 10,000 sessions a second would take: a queue on paper, from what one server does.
+"""Servers and engines needed for 10,000 sessions a second, from the results of `serve`.
 
     python benchmarks/serving_queue.py [--sessions 10000] [--calls 3] [--tokens 200]
         [--tokens-per-second 50] [--slots 256] [--seed 0]

@@ -1,4 +1,4 @@
-"""From command to first token: `tuner run` with the tiny model, and what its imports take of that.
+"""Seconds from the command `tuner run` to the first token, and the imports' share.
 
 The clock begins before the process does and ends when the agent reads the first token of its first
 answer. Files are in the page cache, as they are from the second start on: the first of the repeats

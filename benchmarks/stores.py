@@ -1,5 +1,4 @@
-"""A run with a million recorded calls: what its page, a replay and writing take; and a dataset that
-is not read into memory.
+"""Page, replay and writing of a run with a million recorded calls; memory of a large dataset.
 
 What is stored is made of ten conversations of ten calls each, told apart by task, answer and
 reward. The page is asked as a browser asks it, over HTTP, before anything is indexed, and again
@@ -28,8 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.browser.conftest import Served
 from tuner.engines import SamplingParams
-from tuner.tools.viewer.database import NAME
-from tuner.tools.viewer.index import TraceIndex
+from tuner.tools.viewer.index import NAME, TraceIndex
 from tuner.traces import Call, Outcome, RolloutId, Trace
 from tuner.traces.store import trace_to_json
 

@@ -1,4 +1,4 @@
-"""Bytes and seconds to store and read a long conversation, beside one line with all of each call.
+"""Bytes and seconds to store and read a long conversation, beside one whole line per call.
 
 The peer is the first format of `traces/step_*.jsonl`, in which each call had its whole messages,
 tools and prompt. Both lines are read back and compared with the trace. A conversation has a system

@@ -1,4 +1,4 @@
-"""What one whole update costs: token tree, packed and padded rows, and TRL's where it applies.
+"""Seconds and memory of one update: token tree, packed and padded rows, and TRL's update.
 
 An update is everything from a batch with rewards to new weights: advantages, log-probs, gradients,
 clipping, AdamW; PPO clip, token mean, no KL. Tree, packed and padded rows are the same
@@ -38,11 +38,11 @@ from _report import report
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from tests.training.configured import training
 from tuner.engines.base import SamplingParams
 from tuner.traces import RolloutId, TokenTree
 from tuner.training.batch import Batch, Row
 from tuner.training.trainer import PolicyTrainer
-from tuner.training.trainer_settings import TrainerSettings
 
 MAX_TOKENS = 16_384
 Work = Callable[[], dict[str, float]]
@@ -149,7 +149,7 @@ def make_batch(case: Case, vocabulary: int) -> Batch:
 
 def ours(batch: Batch, layout: Any, shape: Shape, device: str, **more: Any) -> Work:
     numbers = {"max_tokens_per_micro_batch": MAX_TOKENS, **more}
-    settings = TrainerSettings(total_steps=1000, kl="none", layout=layout, **numbers)
+    settings = training(total_steps=1000, kl="none", layout=layout, **numbers)
     trainer = PolicyTrainer(shape.model(device), settings)
     return lambda: trainer.ppo_update(trainer.compute_advantages(batch))
 

@@ -1,4 +1,4 @@
-"""What Trinity-RFT's trainer has to compute for a tool agent: merged experiences and one per call.
+"""Tokens that Trinity-RFT trains for a tool agent: merged experiences beside one per call.
 
 An agent makes six calls through the gateway, with a tool's words between them, in groups of four
 rollouts; the repository's tiny model says what it likes. The calls become experiences as

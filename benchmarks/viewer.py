@@ -1,4 +1,4 @@
-"""Seconds until the page of a run with 100,000 traces is there and answers, in Chromium.
+"""Seconds until the page of a run with 100,000 traces is shown and answers, in Chromium.
 
 The peer is what is allowed: 2 s until the first rows are shown, 0.2 s for a filter or a search. The
 page is opened before anything is indexed, then with the index, and filters are chosen by turns; the
@@ -24,8 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.browser.conftest import ARGUMENTS, Served, chromium
 from tests.browser.many import WORDS, write_many
-from tuner.tools.viewer.database import NAME
-from tuner.tools.viewer.index import TraceIndex
+from tuner.tools.viewer.index import NAME, TraceIndex
 
 VIEW_SECONDS, FILTER_SECONDS = 2.0, 0.2
 # Notes when the text has changed and been painted, as a request for it from here would add to it.

@@ -1,4 +1,4 @@
-"""Steps per second with the functions in workers, beside one process; and the ways to the gateway.
+"""Steps per second with functions in workers beside one process, and the cost of a call.
 
     python benchmarks/workers.py [--rounds 3] [--steps 6] [--calls 2000] [--at-once 64]
 

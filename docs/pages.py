@@ -1,8 +1,7 @@
-"""What MkDocs is told of the repository, so that its pages need not be written for a site.
+"""A hook of MkDocs that makes the site from the repository, so that links work in both.
 
-A page keeps its path below the root, and what it links to beside the pages comes along: a file as
-it is, a folder as its README or a page that lists its files. So a link means the same here and in a
-checkout.
+A page keeps its path below the root. Files that pages link to are added as they are, folders as
+their README or as a page that lists their files.
 """
 
 from __future__ import annotations
@@ -16,7 +15,15 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "docs/*.md", "docs/*.png")
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "CHANGELOG.md",
+    "docs/**/*.md",
+    "docs/*.png",
+    "benchmarks/README.md",
+)
 LINK = re.compile(r"(?<=\]\()[^)#\s:]+")
 README, LIST = "README.md", "index.md"
 

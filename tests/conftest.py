@@ -60,30 +60,9 @@ def loggers():
 
 @pytest.fixture(scope="session")
 def random_model_path(tmp_path_factory) -> Path:
-    """A Hugging Face folder: 60k random parameters, ChatML, one token per byte."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    """A Hugging Face folder: one layer of random parameters, ChatML, one token per byte."""
+    from tests.kit.models import save_chat_model
 
-    from tests.gateway.toy import TEMPLATE, tokenizer
-
-    path = tmp_path_factory.mktemp("model")
-    spoken = tokenizer()
-    spoken.chat_template = TEMPLATE
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(spoken),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        eos_token_id=spoken.eos_token_id,
-        pad_token_id=spoken.pad_token_id,
-        initializer_range=0.1,
+    return save_chat_model(
+        tmp_path_factory.mktemp("model"), num_hidden_layers=1, max_position_embeddings=256
     )
-    Qwen3ForCausalLM(config).save_pretrained(path)
-    spoken.save_pretrained(path)
-    return path

@@ -113,7 +113,7 @@ def generator(task, model):
         (missing_model, "parameter model is missing"),
         (unknown_parameter, "nothing is passed for prompt"),
         (positional, "parameter task, model is missing; *args never receives anything"),
-        (positional_only, "task takes no keyword"),
+        (positional_only, "task is positional-only"),
         (generator, "it yields"),
         (Agent, "it is a class"),
         ("run_agent", "not a function"),

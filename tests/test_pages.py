@@ -1,34 +1,18 @@
 """The pages: links lead somewhere, settings are settings, and the code of the how-tos runs."""
 
-import inspect
 import re
 import shutil
-from collections.abc import Iterator
-from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from markdown_it import MarkdownIt
-from markdown_it.token import Token
 
-from tests import forked
-from tests.loop import runs
+from docs import tables
+from tests.kit import forked, runs
+from tests.pages import MARKDOWN, PAGES, ROOT, Block, blocks, marked_blocks, parsed
 from tuner.config import load_config
 from tuner.loop import run_local
-
-ROOT = Path(__file__).parents[1]
-PAGES = [
-    page for place in ("*.md", "docs/*.md", "examples/*/*.md") for page in sorted(ROOT.glob(place))
-]
-MARKDOWN = MarkdownIt("commonmark").enable("table")
-
-
-def parsed(page: Path) -> Iterator[Token]:
-    for token in MARKDOWN.parse(page.read_text(encoding="utf-8")):
-        yield token
-        yield from token.children or ()
 
 
 def anchors(page: Path) -> set[str]:
@@ -40,10 +24,6 @@ def anchors(page: Path) -> set[str]:
         if opening.type == "heading_open"
     ]
     return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    return [t.content for t in parsed(page) if t.type == "fence" and t.info == language]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -59,84 +39,82 @@ def test_links_lead_to_files_and_headings_that_are_there(page):
             assert anchor in anchors(linked), f"{page.name}: {target}: there is no such heading"
 
 
-def test_the_reference_has_everything_that_is_public():
-    told = set(re.findall(r"^::: (\S+)$", (ROOT / "docs/reference.md").read_text(), re.MULTILINE))
-    values = [
-        getattr(import_module(name), known)
-        for name in (
-            "tuner",
-            "tuner.traces",
-            "tuner.rewards",
-            "tuner.serving",
-            "tuner.testing",
-            "tuner.areal",
-            "tuner.environments",
-        )
-        for known in import_module(name).__all__
-        if known != "TrinityChatModel"  # depends on what is installed
-    ]
-    public = [value for value in values if inspect.isclass(value) or inspect.isfunction(value)]
-    assert told == {f"{value.__module__}.{value.__qualname__}" for value in public}
+@pytest.mark.parametrize("folder", ["benchmarks", "config.yaml", "examples", "tests", "tuner"])
+def test_pages_that_other_files_name_are_there(folder):
+    """Sentences of errors, comments and notebooks say `docs/serving.md` and the like."""
+    suffixes = {".html", ".ipynb", ".js", ".py", ".yaml"}
+    files = [ROOT / folder, *(ROOT / folder).rglob("*")]
+    for file in (file for file in files if file.suffix in suffixes):
+        for name in re.findall(r"\bdocs/[\w/]+\.(?:md|png)", file.read_text(encoding="utf-8")):
+            assert (ROOT / name).exists(), f"{file}: {name}"
 
 
-LOCAL = [page for page in PAGES if page.name not in ("trinity.md", "capabilities.md")]
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
+def test_generated_pages_are_current(page):
+    assert page.read_text(encoding="utf-8") == tables.PAGES[page](), "run: python -m docs.tables"
 
 
 @pytest.mark.parametrize(
-    ("page", "settings"),
-    [(page.name, text) for page in LOCAL for text in blocks(page, "yaml")],
+    "page", [*(ROOT / "docs/reference").glob("*.md"), *tables.PAGES], ids=lambda page: page.name
 )
+def test_generated_pages_say_so(page):
+    assert "do not edit" in "".join(page.read_text(encoding="utf-8").splitlines()[:3])
+
+
+YAML = [
+    (page.name, block.code)
+    for page in PAGES
+    for block in marked_blocks(page)
+    if block.language == "yaml" and block.kind != "no"
+]
+
+
+@pytest.mark.parametrize(("page", "settings"), YAML)
 def test_settings_on_a_page_are_accepted(page, settings, tmp_path):
     (tmp_path / "config.yaml").write_text(settings)
     load_config(tmp_path / "config.yaml")
 
 
-# Pages with code, and how it runs: as scripts, from top to bottom or block by block; as functions
-# of a run; in another environment; or beside a run, below.
-WHOLE = ("tutorial.md", "from_areal.md")
-EACH = ("offline.md", "from_others.md")
-FUNCTIONS = ("dialects.md", "recording.md", "rewards.md")
-BESIDE_A_RUN = ("reward_does_not_rise.md", "traces.md", "history.md")
-ELSEWHERE = {
-    "README.md": "tests/test_readme.py",
-    "curriculum.md": "tests/loop/test_curriculum_runs.py",
-    "agentscope2.md": "tests/integration/agentscope2/test_docs.py",
-    "judges.md": "tests/rewards/test_model_judges.py",
-    "environments.md": "tests/integration/environments/test_page.py",
-    "from_agentscope.md": "tests/tools/prompts/test_from_agentscope.py",
-    "frameworks.md": "tests/integration/frameworks/test_docs.py",
-    "not_python.md": "tests/test_pages.py",
-    "prompts.md": "tests/tools/prompts/test_tuning.py",
-    "serving.md": "tests/serving/test_page.py",
-    "testing_agents.md": "tests/test_testing.py",
-    "trinity.md": "tests/integration/trinity/test_examples.py",
-}
-# Blocks that need what is not here: models of the Hub.
-NOT_RUN = {("offline.md", 2)}
+CODE = [
+    (page, block)
+    for page in PAGES
+    for block in marked_blocks(page)
+    if block.language == "python" or block.kind.startswith("tests/")
+]
 
 
-def code(page: str) -> list[str]:
-    folder = ROOT if page == "README.md" else ROOT / "docs"
-    return blocks(folder / page, "python")
+@pytest.mark.parametrize("page", dict.fromkeys(page for page, _ in CODE), ids=lambda p: p.name)
+def test_every_block_says_how_it_runs(page):
+    for block in (block for where, block in CODE if where == page):
+        assert block.kind in ("script", "functions", "beside a run", "no") or (
+            block.kind.startswith("tests/") and page.name in (ROOT / block.kind).read_text()
+        ), f"{page.name}: <!-- run: {block.mark} --> above a block that begins {block.code[:60]!r}"
 
 
-def test_code_of_every_page_is_run():
-    told = {*WHOLE, *EACH, *FUNCTIONS, *BESIDE_A_RUN, *ELSEWHERE}
-    assert {page.name for page in PAGES if blocks(page, "python")} == told
-    assert all((ROOT / test).is_file() for test in ELSEWHERE.values())
+def joined(kind: str) -> dict[str, list[Block]]:
+    """Blocks that run together, by the page and their name; those without a name by themselves."""
+    found: dict[str, list[Block]] = {}
+    for page, block in CODE:
+        if block.kind == kind:
+            names = [word for word in block.words if "=" not in word]
+            alone = [str(len(found))] if kind == "script" and not names else names
+            found.setdefault(" ".join([page.name, *alone]), []).append(block)
+    return found
 
 
-@pytest.mark.parametrize(
-    ("page", "script"),
-    [(page, "\n".join(code(page))) for page in WHOLE]
-    + [
-        (page, script)
-        for page in EACH
-        for number, script in enumerate(code(page))
-        if (page, number) not in NOT_RUN
-    ],
-)
-def test_scripts_run_as_they_stand(page, script, tmp_path):
+def text(group: list[Block]) -> str:
+    return "\n".join(block.code for block in group)
+
+
+SCRIPTS = joined("script")
+FUNCTIONS = joined("functions")
+BESIDE_A_RUN = joined("beside a run")
+
+
+@pytest.mark.learning
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_run_as_they_stand(name, tmp_path):
+    script = text(SCRIPTS[name])
     (tmp_path / "main.py").write_text(script)
     (tmp_path / "config.yaml").write_text(SETTINGS)
     (tmp_path / "my_dataset").mkdir()
@@ -145,7 +123,7 @@ def test_scripts_run_as_they_stand(page, script, tmp_path):
         (tmp_path / f"my_dataset/{split}.jsonl").write_text("\n".join(rows))
     printed = forked.script(tmp_path / "main.py")
     assert "Traceback" not in printed
-    assert page == "from_areal.md" or "step 2/2" in printed
+    assert "tune(" not in script or "step 2/2" in printed
 
 
 # What the tutorial's `config.yaml` is here: as small as can be.
@@ -157,15 +135,23 @@ buffer: {{batch_size: 4, total_steps: 2}}
 
 
 @pytest.mark.parametrize(
-    ("page", "judge"), [*((page, "judge") for page in FUNCTIONS), ("rewards.md", "combined")]
+    ("name", "judge"),
+    [
+        (name, judge)
+        for name, group in FUNCTIONS.items()
+        for judge in dict.fromkeys(
+            ["judge", *(w[6:] for b in group for w in b.words if w.startswith("judge="))]
+        )
+    ],
 )
-def test_functions_of_a_page_are_those_of_a_run(page, judge, random_model_path, tmp_path):
+def test_functions_of_a_page_are_those_of_a_run(name, judge, random_model_path, tmp_path):
     path = tmp_path / "functions.py"
     # What a random model writes is no number, and what compares it takes seconds to import.
-    path.write_text("\n".join(code(page)).replace("timeout=5)", "timeout=100)"))
+    path.write_text(text(FUNCTIONS[name]).replace("timeout=5)", "timeout=100)"))
     spec = spec_from_file_location("functions", path)
     functions = module_from_spec(spec)
     spec.loader.exec_module(functions)
+    assert judge == "judge" or hasattr(functions, judge)
     result = run_local(
         runs.config(random_model_path, tmp_path, "buffer.total_steps=1"),
         workflow=getattr(functions, "workflow", runs.workflow),
@@ -178,8 +164,8 @@ def test_functions_of_a_page_are_those_of_a_run(page, judge, random_model_path, 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the page's program is curl")
 def test_a_program_that_is_not_python_is_trained(tmp_path):
-    (program,) = blocks(ROOT / "docs/not_python.md", "bash")
-    (script,) = code("not_python.md")
+    (program,) = blocks("agents.md", "bash", "tests/test_pages.py")
+    (script,) = blocks("agents.md", "python", "tests/test_pages.py")
     (tmp_path / "agent.sh").write_text(program)
     (tmp_path / "main.py").write_text(script)
     printed = forked.script(tmp_path / "main.py")
@@ -187,8 +173,11 @@ def test_a_program_that_is_not_python_is_trained(tmp_path):
     assert "32 completed" in printed
 
 
-def test_what_to_look_at_in_a_run(random_model_path, tmp_path):
-    config = runs.config(random_model_path, tmp_path / "checkpoints", "project=AgentScope")
+@pytest.fixture(scope="module")
+def beside_a_run(random_model_path, tmp_path_factory) -> Path:
+    """A folder with a finished run in `checkpoints/AgentScope/GSM8K-tiny`."""
+    folder = tmp_path_factory.mktemp("beside")
+    config = runs.config(random_model_path, folder / "checkpoints", "project=AgentScope")
     run_local(
         config.model_copy(update={"name": "GSM8K-tiny"}),
         workflow=runs.workflow,
@@ -196,12 +185,23 @@ def test_what_to_look_at_in_a_run(random_model_path, tmp_path):
         train_tasks=runs.TRAIN,
         eval_tasks={"held-out": runs.EVAL},
     )
-    (tmp_path / "main.py").write_text("\n".join(code("reward_does_not_rise.md")))
-    printed = forked.script(tmp_path / "main.py")
-    assert re.search(r"^reward/mean \[[\d., -]+\]$", printed, re.MULTILINE)
-    assert "'rollouts/completed': 6" in printed
-    assert len(re.findall(r"^-?[\d.]+ \['(?:length|stop)", printed, re.MULTILINE)) == 2
-    (tmp_path / "main.py").write_text("\n".join(code("traces.md")))
-    forked.script(tmp_path / "main.py")
-    (tmp_path / "main.py").write_text("\n".join(code("history.md")))
-    assert "step 2/2" in forked.script(tmp_path / "main.py")
+    return folder
+
+
+# What is printed beside that run, as patterns and how often each is found.
+PRINTED = {
+    "looking.md": {
+        r"^reward/mean \[[\d., -]+\]$": 1,
+        "'rollouts/completed': 6": 1,
+        r"^-?[\d.]+ \['(?:length|stop)": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_A_RUN)
+def test_code_that_looks_at_a_run(name, beside_a_run):
+    (beside_a_run / "main.py").write_text(text(BESIDE_A_RUN[name]))
+    printed = forked.script(beside_a_run / "main.py")
+    assert "tune(" not in text(BESIDE_A_RUN[name]) or "step 2/2" in printed
+    for pattern, count in PRINTED.get(name, {}).items():
+        assert len(re.findall(pattern, printed, re.MULTILINE)) == count, pattern

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from tests import forked
+from tests.kit import forked
 
 README = Path(__file__).parents[1] / "README.md"
 

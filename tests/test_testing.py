@@ -11,7 +11,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.chat_server import Refusal, chat_server
+from tests.kit.chat_server import Refusal, chat_server
+from tests.pages import blocks
 from tuner.errors import TunerError
 from tuner.rollouts.chat_models import default_kind
 from tuner.testing import Replayed, recorded_rollouts
@@ -299,8 +300,9 @@ def test_files_that_are_not_as_they_should_be(recorded, tmp_path):
 def test_the_page_runs_as_it_stands(pytester):
     """Its agent, its tests, its recording; the diff on it is the one that is printed."""
     page = (Path(__file__).parents[1] / "docs/testing_agents.md").read_text()
-    for block in re.findall(r"```python\n# (\S+)\n(.*?)```", page, re.DOTALL):
-        Path(pytester.path, block[0]).write_text(block[1])
+    for block in blocks("testing_agents.md", "python"):
+        name, _, code = block.partition("\n")
+        Path(pytester.path, name.removeprefix("# ")).write_text(code)
     run = runs_in(pytester)
 
     def answer(body):

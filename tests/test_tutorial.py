@@ -4,10 +4,13 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests import forked
+from tests.kit import forked
 from tuner import tune
+
+pytestmark = pytest.mark.learning
 
 REPOSITORY = Path(__file__).parents[1]
 EXAMPLE = REPOSITORY / "examples" / "gsm8k"

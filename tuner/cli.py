@@ -32,17 +32,17 @@ FAILED = 1
 """The status of a command that found something wrong."""
 
 ConfigFile = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="YAML file in Trinity-RFT's form.")
+    Path, typer.Argument(metavar="CONFIG", help="YAML file with Trinity-RFT's keys.")
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Settings that win over the file's."),
+    typer.Argument(metavar="KEY=VALUE", help="Settings that override the file's."),
 ]
 RunDirectoryPath = Annotated[
     Path,
-    typer.Argument(metavar="RUN", help="Run directory: <checkpoint_root_dir>/<project>/<name>."),
+    typer.Argument(metavar="RUN", help="Run directory <checkpoint_root_dir>/<project>/<name>."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
 
 
 class Named(NamedTuple):
@@ -117,17 +117,21 @@ def check(
     config: ConfigFile,
     overrides: Overrides = None,
     of_judge: Annotated[
-        bool, typer.Option("--judge", help="Is the judge any good? It judges rollouts and more.")
+        bool, typer.Option("--judge", help="Check the judge, with rollouts and edge cases.")
     ] = False,
     labelled: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="For --judge: JSON lines of task, response, reward."),
+        typer.Option(
+            metavar="FILE", help="For --judge: JSON lines with task, response and the right reward."
+        ),
     ] = None,
-    tasks: Annotated[int, typer.Option(min=1, help="For --judge: tasks with rollouts.")] = 4,
+    tasks: Annotated[
+        int, typer.Option(min=1, help="For --judge: number of tasks that get rollouts.")
+    ] = 4,
 ) -> None:
-    """Validate everything, look at two rollouts or at recorded data, and say what would happen.
+    """Validate a configuration, run two rollouts (or read recorded data) and say if it can train.
 
-    For Trinity-RFT: its own check, without a GPU or a cluster; no rollouts.
+    With the backend trinity: Trinity-RFT's own check, without a GPU, a cluster or rollouts.
     """
     from tuner.runs.directory import outside_event_loop
     from tuner.tune import prepare
@@ -185,34 +189,39 @@ def _check_trinity(path: Path, overrides: list[str], named: Named) -> Verdict:
 def rebase(
     run: RunDirectoryPath,
     judge: Annotated[
-        str, typer.Option(help="The mended one: package.module:function or path/file.py:function.")
+        str, typer.Option(help="The fixed judge: package.module:function or path/file.py:function.")
     ],
     overrides: Overrides = None,
     workflow: Annotated[
-        str | None, typer.Option(help="Likewise; as the run's configuration names it.")
+        str | None, typer.Option(help="The workflow (default: the one in the run's config.yaml).")
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="Name of the new run, beside RUN; RUN's with -rebased.")
+        str | None, typer.Option(help="Name of the new run (default: RUN's name with -rebased).")
     ] = None,
     min_effective_samples: Annotated[
         float,
         typer.Option(
             metavar="SHARE",
-            help="What the tokens recorded for a step must be worth to the weights that it trains.",
+            help="Reuse a step's recorded tokens while their effective sample size, as a share of "
+            "them, is at least this.",
         ),
     ] = 0.9,
     max_reused: Annotated[
         float,
         typer.Option(
             metavar="SHARE",
-            help="Of the steps from the first changed one on how many may be trained again.",
+            help="Share of the steps from the first changed one that may be trained on recorded "
+            "rollouts.",
         ),
     ] = 0.5,
 ) -> None:
-    """The judge was wrong: score a run's rollouts again, and train on from what this changes.
+    """Score a run's rollouts with a fixed judge, and train a new run from the first change.
 
-    RUN stays as it is. What was recorded is trained again as long as it is worth it to the weights;
-    from then on rollouts are made anew. Interrupted, the same command goes on.
+    RUN is not changed. Recorded rollouts are used while they are still informative for the new
+    weights; later steps make new rollouts. If it is interrupted, the same command resumes it.
+
+    Prints for each step how many rewards changed and whether its recorded samples were used; the
+    same is in rebase.json of the new run.
     """
     from tuner.tools.rebase import rebase
 
@@ -236,16 +245,19 @@ def train(
         list[str],
         typer.Argument(
             metavar="SOURCE... [KEY=VALUE...]",
-            help="Runs, files of traces or folders of them, a server's serving.sqlite, or logs; "
-            "and settings that win over the file's.",
+            help="Runs, trace files or folders of them, a server's serving.sqlite, or chat logs; "
+            "and settings that override the file's.",
         ),
     ],
-    config: Annotated[Path, typer.Option(metavar="FILE", help="YAML file in Trinity-RFT's form.")],
+    config: Annotated[
+        Path, typer.Option(metavar="FILE", help="YAML file with Trinity-RFT's keys.")
+    ],
 ) -> None:
-    """Train on recorded rollouts, without a new one; a workflow is only for evaluations.
+    """Train on recorded rollouts; new rollouts are made only for evaluations.
 
-    The same as `tuner run` with `tuner.history.sources`. What is learned is the file's algorithm:
-    sft imitates the best of each task, dpo compares two of a task, all others learn off-policy.
+    The same as `tuner run` with `tuner.history.sources`. The file's algorithm decides how it
+    learns: sft imitates the best rollouts of each task, dpo compares two rollouts of a task, all
+    others learn off-policy. Give the run its own name.
     """
     from tuner.tune import tune
 
@@ -277,36 +289,44 @@ def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 def rerun(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Run directory, or a file of its traces/.")
+        Path, typer.Argument(metavar="RUN", help="Run directory, or a file in its traces/.")
     ],
     trace: Annotated[
-        str, typer.Argument(metavar="TRACE", help="split-step-task-rollout, as in train-3-0-2.")
+        str, typer.Argument(metavar="TRACE", help="split-step-task-rollout, such as train-3-0-2.")
     ],
     until: Annotated[
         int | None,
-        typer.Option(metavar="CALL", help="Call, from 1, where it ends, or sampling begins."),
+        typer.Option(metavar="CALL", help="Call (from 1) at which it stops or sampling begins."),
     ] = None,
     workflow: Annotated[
-        str | None, typer.Option(help="package.module:function or path/file.py:function.")
+        str | None,
+        typer.Option(help="package.module:function or path/file.py:function (default: the run's)."),
     ] = None,
-    judge: Annotated[str | None, typer.Option(help="Likewise; both as the run has them.")] = None,
+    judge: Annotated[
+        str | None, typer.Option(help="In the same form (default: the run's).")
+    ] = None,
     sample: Annotated[
-        bool, typer.Option("--sample", help="Go on with the model where the script ends.")
+        bool, typer.Option("--sample", help="Continue with the model where the recording ends.")
     ] = False,
     candidate: Annotated[
         str | None,
-        typer.Option("--candidate", "-c", metavar="PATH", help="Its weights; the run's newest."),
+        typer.Option(
+            "--candidate", "-c", metavar="PATH", help="Model to sample with (default: the newest)."
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of what is sampled.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
     save: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Add it to a file for tuner.testing.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Add the rollout to a file for tuner.testing."),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Its name there; TRACE.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Its name in that file (default: TRACE).")
+    ] = None,
 ) -> None:
-    """Run the workflow against a recorded rollout, here, with its breakpoints and prints.
+    """Run the workflow again on a recorded rollout, in this process, for debugging.
 
-    What the model said is given back, so none is loaded, up to a call or to the end. Where the
-    agent asks for something else than was recorded, the difference is shown.
+    Recorded answers take the model's place, up to a call or to the end, so no model is loaded.
+    A request that differs from the recorded one is shown as a difference.
     """
     from rich.console import Console
 
@@ -342,21 +362,21 @@ def serve(
     config: ConfigFile,
     overrides: Overrides = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen at; other than loopback needs an admin key.")
+        str, typer.Option(help="Address to listen on; any but loopback needs an admin key.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8700,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8700,
     train: Annotated[
         bool,
         typer.Option(
-            "--train", help="Learn from judged sessions, and promote what is proven to be better."
+            "--train", help="Learn from judged sessions, and promote weights proven to be better."
         ),
     ] = False,
 ) -> None:
-    """Serve the model to agents that run elsewhere, and record every call of theirs.
+    """Serve the model to agents that run elsewhere, and record their calls.
 
-    The model is the file's, the newest checkpoint of its run, or what a server promoted last.
-    Calls, rewards and keys are in serving.sqlite in the run directory; a server that is started
-    again goes on with them.
+    Serves the weights that were promoted last, else the newest checkpoint of the run, else the
+    file's model. Calls, rewards and keys are in serving.sqlite in the run directory; a restarted
+    server continues with them.
     """
     from tuner.config.keys import require_model_libraries
     from tuner.config.load import checked, read_layers
@@ -432,39 +452,42 @@ def said(server: Server) -> str:
 
 def compare(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Two or more; with --proof two.")
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Two or more runs; with --proof exactly two."),
     ],
     split: Annotated[
         str | None,
-        typer.Option(
-            help="Whose tasks: train, or an evaluation set. None: all sets they have in common."
-        ),
+        typer.Option(help="train, or an evaluation set (default: all sets that the runs share)."),
     ] = None,
-    tasks: Annotated[int, typer.Option(min=0, help="How many tasks of a split are shown.")] = 10,
+    tasks: Annotated[int, typer.Option(min=0, help="Number of tasks of a split to show.")] = 10,
     proof: Annotated[
         bool,
-        typer.Option("--proof", help="Is the second run better than the first, on the same tasks?"),
+        typer.Option("--proof", help="Test if the second run is better than the first."),
     ] = False,
     effect: Annotated[
         float | None,
-        typer.Option(help="With --proof: the difference in reward that is worth finding."),
+        typer.Option(help="With --proof: the smallest difference in reward worth finding."),
     ] = None,
     rewards: Annotated[
         tuple[float, float],
-        typer.Option(metavar="LOW HIGH", help="Between these lies every reward."),
+        typer.Option(metavar="LOW HIGH", help="Range of the rewards."),
     ] = (0.0, 1.0),
     alpha: Annotated[
-        float, typer.Option(help="Chance of a wrong promotion, however often one looks.")
+        float, typer.Option(help="Chance of a wrong promotion, however often you look.")
     ] = 0.05,
     power: Annotated[
-        float, typer.Option(help="Chance to promote a candidate that is better by the effect.")
+        float, typer.Option(help="Chance to promote a run that is better by the effect.")
     ] = 0.8,
-    margin: Annotated[float, typer.Option(help="A promotion needs more than this.")] = 0.0,
+    margin: Annotated[float, typer.Option(help="Smallest improvement that is promoted.")] = 0.0,
     as_json: AsJson = False,
 ) -> None:
-    """Runs side by side: settings that differ, curves, and the rewards of the same tasks.
+    """Compare runs: settings that differ, metric curves, and rewards on the same tasks.
 
-    With --proof: estimate, interval, and promote, keep or not yet.
+    Tasks are compared by their mean reward in each run's last evaluation (with --split train: in
+    the last step that had the task), the largest differences first. Runs may still be in progress,
+    and the folders of `tuner eval --output` can be compared too. No model is loaded.
+
+    With --proof: an estimate with its interval, and a verdict: promote, keep or not yet.
     """
     if not proof:
         if effect is not None:
@@ -514,7 +537,7 @@ app = typer.Typer(pretty_exceptions_enable=False)
 def _of_all(
     context: typer.Context,
     say_version: Annotated[
-        bool, typer.Option("--version", help="Say the version, and end.")
+        bool, typer.Option("--version", help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Train the model inside an agent."""
@@ -528,12 +551,10 @@ def _of_all(
 
 @app.command(epilog="Example: tuner init my-agent --template react")
 def init(
-    folder: Annotated[Path, typer.Argument(help="Where it begins; made if need be.")] = Path(),
-    template: Annotated[
-        Template, typer.Option(help="What the agent is written with.")
-    ] = Template.OPENAI,
+    folder: Annotated[Path, typer.Argument(help="Folder to create or fill.")] = Path(),
+    template: Annotated[Template, typer.Option(help="Kind of agent.")] = Template.OPENAI,
 ) -> None:
-    """Begin a folder with an agent, data and settings that train on a CPU within minutes.
+    """Create a project with an agent, data and settings that trains on a CPU in minutes.
 
     openai: the OpenAI client; needs nothing else
 
@@ -556,7 +577,10 @@ def init(
 
 @app.command(epilog="Example: tuner run config.yaml buffer.total_steps=10 name=first-try")
 def run(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Train with the functions that the file names under `tuner:`, or on recorded data."""
+    """Train with the workflow and judge that the file names under `tuner:`, or on recorded data.
+
+    With `mode=explore` it only records rollouts.
+    """
     from tuner.tune import tune
 
     named = functions_of(config, overrides or [])
@@ -576,7 +600,10 @@ def distill_prompt(
     ],
     overrides: Overrides = None,
 ) -> None:
-    """Teach the model to do without a system prompt what it does with it; a judge is not needed."""
+    """Train the model to behave without a system prompt as it does with it.
+
+    The same as `tuner run` with the algorithm prompt_distill and the prompt. Needs no judge.
+    """
     try:
         text = Path(prompt).read_text(encoding="utf-8") if os.path.isfile(prompt) else prompt
     except (OSError, UnicodeDecodeError) as error:
@@ -600,28 +627,46 @@ def evaluate(
             "--candidate",
             "-c",
             metavar="PATH",
-            help="A run (its newest checkpoint), a checkpoint, a model or an adapter; several are "
-            "compared with the first. None: the file's model, and its run's newest checkpoint.",
+            help="A run (its newest checkpoint), a checkpoint, a model or an adapter; repeatable. "
+            "Default: the file's model and the newest checkpoint of its run.",
         ),
     ] = None,
     k: Annotated[
-        int | None, typer.Option("-k", min=1, help="Rollouts of each task; as the sets say.")
+        int | None,
+        typer.Option("-k", min=1, help="Rollouts of each task (default: repeat_times of the set)."),
     ] = None,
     temperature: Annotated[
         float | None,
         typer.Option(
-            min=0, help="As the sets say; with k above 1, model.temperature where they say 0."
+            min=0, help="Sampling temperature (default: the set's, or model.temperature if k > 1)."
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Take only the first tasks of each set.")
+        int | None, typer.Option(min=1, help="Use only the first tasks of each set.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="New folder for traces, evaluation.json and .html.")
+        Path | None,
+        typer.Option(help="New folder for evaluation.json, evaluation.html and traces."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Try models, checkpoints and runs on the evaluation sets: means, pass@k, differences."""
+    """Evaluate models, checkpoints and runs on the file's evaluation sets.
+
+    All candidates get the same tasks and random numbers. The first one is the baseline: the others
+    are compared with it task by task, so the interval of the difference is narrower than the
+    intervals of the two rewards suggest. Evaluations are greedy unless a set or --temperature says
+    otherwise.
+
+    reward: the mean over the tasks of each task's mean, with a 95% interval (percentile bootstrap
+    over the tasks, fixed seed). With fewer than 20 tasks the interval is only a hint.
+
+    pass@k, pass^k: the chance that one, or all, of k rollouts of a task pass, by the unbiased
+    estimators. A rollout passes with a reward of at least tuner.pass_reward. A task with fewer than
+    k rewards is left out.
+
+    A failed rollout has no reward and is in no mean; failures have their own row. The exit status
+    is 1 if no rollout has a reward.
+    """
     from tuner.tools.evaluate import evaluate
 
     result = evaluate(
@@ -641,7 +686,12 @@ def evaluate(
 
 @app.command(epilog="Example: tuner doctor")
 def doctor(as_json: AsJson = False) -> None:
-    """Python, GPU, libraries and extras: what works here, why not, and what would mend it."""
+    """Report the Python, GPU, libraries, extras, engines and backends that work here.
+
+    Prints the `pip install` that fixes each one that does not. `ok` works, `-` is not installed
+    and not needed, `!!` needs fixing; the exit status is then 1. It reads the metadata of packages
+    and asks nvidia-smi, and imports no library.
+    """
     from tuner.tools.doctor import examine
 
     found = examine()
@@ -653,23 +703,33 @@ def doctor(as_json: AsJson = False) -> None:
 @app.command(epilog="Example: tuner export checkpoints/AgentScope/GSM8K-tiny my-model --merge")
 def export(
     source: Annotated[
-        Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run is its newest checkpoint.")
+        Path,
+        typer.Argument(metavar="RUN|CHECKPOINT", help="A checkpoint, or a run: its newest one."),
     ],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder.")],
     merge: Annotated[
-        bool, typer.Option("--merge", help="Add an adapter to its model; a LoRA run's alone.")
+        bool, typer.Option("--merge", help="Merge a LoRA adapter into its model, in float32.")
     ] = False,
     dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; as it is, if not given.")
+        str | None, typer.Option(help="float32, bfloat16 or float16 (default: the checkpoint's).")
     ] = None,
     push: Annotated[
-        str | None, typer.Option(metavar="OWNER/NAME", help="Upload to this repository of the Hub.")
+        str | None,
+        typer.Option(
+            metavar="OWNER/NAME", help="Upload to this repository on the Hugging Face Hub."
+        ),
     ] = None,
-    public: Annotated[
-        bool, typer.Option("--public", help="A repository that is made is not private.")
-    ] = False,
+    public: Annotated[bool, typer.Option("--public", help="Make a new repository public.")] = False,
 ) -> None:
-    """Write a checkpoint as a folder that vLLM, SGLang and transformers load, with a model card."""
+    """Export a checkpoint to a folder that vLLM, SGLang and transformers load, with a model card.
+
+    The card, README.md, has the training data, settings, rewards before and after, versions, and
+    how to load the model. An adapter stays an adapter unless --merge is given. --push uses the
+    token of `hf auth login` or HF_TOKEN; it refuses an adapter of a model that is only on this
+    machine. A checkpoint that does not match its manifest is refused.
+
+    For GGUF, run llama.cpp's convert_hf_to_gguf.py on the exported folder (merged, for an adapter).
+    """
     from tuner.tools.export import export
 
     where, address = export(source, folder, merge=merge, dtype=dtype, push=push, public=public)
@@ -684,15 +744,15 @@ def view(
         Path,
         typer.Argument(
             metavar="RUN",
-            help="Run directory: <checkpoint_root_dir>/<project>/<name>; or a folder of runs.",
+            help="Run directory <checkpoint_root_dir>/<project>/<name>, or a folder of runs.",
         ),
     ],
     port: Annotated[int, typer.Option(help="Port on 127.0.0.1; 0 takes a free one.")] = 0,
     report: Annotated[
-        bool, typer.Option("--report", help="Write report.html into the run and serve nothing.")
+        bool, typer.Option("--report", help="Write report.html into the run instead of serving.")
     ] = False,
 ) -> None:
-    """Look at a run and its traces in a browser; follows a run that is going on."""
+    """Show a run and its traces in a browser; follows a run in progress."""
     if report:
         from tuner.tools.prompt_page import is_search, write_page
         from tuner.tools.viewer import write_report
@@ -710,14 +770,14 @@ def view(
 def replay(
     run: RunDirectoryPath,
     judge: Annotated[str, typer.Option(help="package.module:function or path/file.py:function.")],
-    split: Annotated[str, typer.Option(help="train, or the name of an evaluation set.")] = "train",
+    split: Annotated[str, typer.Option(help="train, or an evaluation set.")] = "train",
     steps: Annotated[
-        str | None, typer.Option(metavar="A-B", help="First and last step; all by default.")
+        str | None, typer.Option(metavar="A-B", help="First and last step (default: all).")
     ] = None,
 ) -> None:
-    """Score stored traces again with another judge; no model runs."""
+    """Score a run's recorded rollouts with another judge; no model runs."""
     from tuner.tasks.loading import load_function
-    from tuner.tools.viewer.replay import parse_steps, replay, replay_table
+    from tuner.tools.judging import parse_steps, replay
 
     module, _, function = judge.rpartition(":")
     result = replay(
@@ -727,14 +787,14 @@ def replay(
         split=split,
         steps=parse_steps(steps),
     )
-    typer.echo(replay_table(result))
+    typer.echo(str(result))
 
 
 app.command(epilog="Example: tuner check config.yaml")(check)
 app.command(epilog="Example: tuner train checkpoints/p/run --config sft.yaml name=best")(train)
 app.command(epilog="Example: tuner compare checkpoints/p/small-lr checkpoints/p/large-lr")(compare)
 app.command(epilog="Example: tuner serve config.yaml --port 8700")(serve)
-app.command(epilog="Example: tuner rebase RUN --judge judges.py:mended")(rebase)
+app.command(epilog="Example: tuner rebase RUN --judge judges.py:fixed")(rebase)
 app.command(epilog="Example: tuner rerun RUN train-3-0-2 --until 4")(rerun)
 
 

@@ -7,7 +7,7 @@ It needs PyTorch with CUDA, transformers, pebble and what `tests` imports; what 
 skipped by name. Each check has a process of its own, and what became of it is written at once to
 `benchmarks/results/gpu/slice_<n>.json`; one that passed is not run again with the same code,
 versions and hardware. `--rehearse` runs all of it on a CPU with toy sizes, and writes nothing.
-`--write-docs` writes the section of docs/benchmarks.md from these files.
+`--write-docs` writes benchmarks/README.md from these files.
 """
 
 from __future__ import annotations
@@ -30,13 +30,10 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
-from benchmarks._report import COLUMNS, RESULTS, cells, circumstances, write
+from benchmarks._report import RESULTS, cells, circumstances, write
 from benchmarks.gpu.check import CHECKS, ROOT, SLICES, Check, Result, attempt
 
 FOLDER = RESULTS / "gpu"
-DOCS = ROOT / "docs" / "benchmarks.md"
-BEGIN = "<!-- begin: python -m benchmarks.gpu --write-docs -->\n"
-END = "<!-- end -->\n"
 PACKAGES = ("torch", "triton", "transformers", "peft", "trl", "vllm", "trinity-rft")
 PRELOADED = ["benchmarks.gpu.correct", "benchmarks.gpu.trainer", "benchmarks.gpu.generation"]
 """What is imported once for all processes; none of it touches CUDA."""
@@ -135,43 +132,6 @@ def _results(
             yield running[task], task.result()
 
 
-def page(text: str, folder: Path = FOLDER) -> str:
-    """docs/benchmarks.md with the results of a folder between its marks."""
-    before, _, rest = text.partition(BEGIN)
-    return before + BEGIN + "\n".join(section(folder)) + "\n" + END + rest.partition(END)[2]
-
-
-def section(folder: Path) -> Iterator[str]:
-    for number, title in SLICES.items():
-        found = results_of(folder / f"slice_{number}.json")
-        if not found:
-            yield f"Slice {number}, {title}: not run.\n"
-            continue
-        yield f"### Slice {number}: {title}\n"
-        last: object = None
-        for name, result in found.items():
-            if result["here"] != last:
-                last = result["here"]
-                yield from _introduction(result["here"])
-            rows = result["rows"]
-            if rows and all(row["target"] for row in rows):  # of what was asserted the closest
-                rows = [min(rows, key=lambda row: row["ratio"] / row["target"])]
-            for row in rows:
-                yield f"| {' | '.join([name, *cells(row)])} |"
-            if result["outcome"] != "passed":
-                why = result["why"].replace("|", "\\|").splitlines()[-1]
-                yield f"| {name} | {result['outcome']}: {why} |{' |' * (len(COLUMNS) - 1)}"
-        missing = [c.name for c in CHECKS if c.slice == number and c.name not in found]
-        yield f"\nNot run: {', '.join(missing)}.\n" if missing else ""
-
-
-def _introduction(here: dict[str, Any]) -> Iterator[str]:
-    versions = ", ".join(f"{k} {v}" for k, v in here["versions"].items() if v != "not installed")
-    yield f"\n{here['date'][:10]}; {here['hardware']}; commit {here['commit']}; {versions}.\n"
-    yield f"| {' | '.join(('check', *COLUMNS))} |"
-    yield f"|{'---|' * (len(COLUMNS) + 1)}"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--slice", type=int, nargs="*", choices=SLICES, default=list(SLICES))
@@ -182,11 +142,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--minutes", type=float, default=8.0, help="for beginning checks of a slice"
     )
     parser.add_argument("--into", type=Path, help="folder of the results")
-    parser.add_argument("--write-docs", action="store_true")
+    parser.add_argument("--write-docs", action="store_true", help="write benchmarks/README.md")
     options = parser.parse_args(arguments)
     if options.write_docs:
-        folder = options.into or FOLDER
-        DOCS.write_text(page(DOCS.read_text(encoding="utf-8"), folder), encoding="utf-8")
+        from benchmarks._readme import README, page
+
+        README.write_text(page(), encoding="utf-8")
         return 0
     cores = os.cpu_count() or 1
     at_once = min(AT_ONCE, cores)

@@ -34,11 +34,11 @@ from tests.engines.models import (
     until,
 )
 from tests.models.matrix import LAYOUTS, alone, rows_of
+from tests.training.configured import training
 from tests.training.exact import KINDS, all_float64, computed, model_of
 from tuner.engines import SamplingParams
 from tuner.training.forward.layouts import exact_forward
 from tuner.training.trainer import PolicyTrainer
-from tuner.training.trainer_settings import TrainerSettings
 
 EXACT = 1e-4
 """Of log-probs in nats, and of the difference of gradients beside the gradient, in float32."""
@@ -148,7 +148,9 @@ async def _worst_of_engine(model: Any) -> float:
 
 def _trainer(device: str, dtype: torch.dtype = torch.float32, **settings: Any) -> PolicyTrainer:
     model = make_model().to(device, dtype)
-    numbers = TrainerSettings(9, lr=1e-5, kl="none", max_tokens_per_micro_batch=120, **settings)
+    numbers = training(
+        total_steps=9, lr=1e-5, kl="none", max_tokens_per_micro_batch=120, **settings
+    )
     return PolicyTrainer(model, numbers)
 
 
@@ -194,7 +196,7 @@ def resume(device: str) -> Iterator[Row]:
             _update(straight)
         with tempfile.TemporaryDirectory() as folder:
             straight.save(Path(folder) / "state.pt")
-            loaded = PolicyTrainer(copy.deepcopy(straight.model), straight.settings)
+            loaded = PolicyTrainer(copy.deepcopy(straight.model), straight.config)
             loaded.load(Path(folder) / "state.pt")
         saved, got = (tree_leaves(each.optimizer.state_dict()) for each in (straight, loaded))
         for one, other in zip(saved, got, strict=True):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from tests import forked
 from tests.areal import seed_agent  # noqa: F401  # registers agent and environment
+from tests.kit import forked
 from tuner.areal import (
     AgentAbstraction,
     AgentExperiment,

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tests.areal.queue_agents import GCONFIG, TASK, Counting, Once, trajectory
-from tests.rollouts.clock import jump
+from tests.kit.clock import jump
 from tuner.areal import (
     Agent,
     EnvironmentService,

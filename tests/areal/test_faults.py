@@ -7,8 +7,8 @@ import torch
 
 from tests.areal.loop import step
 from tests.areal.queue_agents import GCONFIG, trajectory
+from tests.kit.clock import jump
 from tests.rewards import functions
-from tests.rollouts.clock import jump
 from tuner.areal import Agent, EnvironmentService, QueueWorkflow, StatefulDataLoader
 from tuner.rewards import in_process
 

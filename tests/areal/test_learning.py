@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 from tuner.areal import (
@@ -15,6 +16,8 @@ from tuner.areal import (
     RolloutEngine,
     StatefulDataLoader,
 )
+
+pytestmark = pytest.mark.learning
 
 DATA = Path(__file__).parents[2] / "examples" / "gsm8k" / "data"
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.areal.seed_search import GroupedSearchAgentWorkflow, SearchAgentWorkflow
-from tests.builders import call
+from tests.kit.builders import call
+from tests.training.configured import training
 from tuner.areal import (
     GenerationHyperparameters,
     ModelRequest,
@@ -23,7 +24,6 @@ from tuner.gateway.request_error import RequestError
 from tuner.tasks.functions import WorkflowOutput
 from tuner.training.batch import build_batch
 from tuner.training.trainer import PolicyTrainer
-from tuner.training.trainer_settings import TrainerSettings
 
 GCONFIG = GenerationHyperparameters(max_new_tokens=5)
 PROMPT = [40, 41, 42]
@@ -176,7 +176,7 @@ async def test_masked_tokens_are_counted_and_what_is_left_is_trained_as_it_was_s
     assert batch.dropped_tokens == {"masked": 6}
     assert batch.trained_tokens == batch.sampled_tokens - 6
     assert [len(row.completion_ids) for row in batch.rows[:4]] == [1, 2, 2, 2]
-    recomputed = PolicyTrainer(random_parts[0], TrainerSettings(total_steps=1)).compute_logp(batch)
+    recomputed = PolicyTrainer(random_parts[0], training(total_steps=1)).compute_logp(batch)
     recorded = [torch.tensor(row.logprobs) for row in batch.rows]
     torch.testing.assert_close(torch.cat(recomputed), torch.cat(recorded), atol=1e-5, rtol=0)
 

@@ -7,12 +7,12 @@ import torch
 
 from tests.areal.queue_agents import GCONFIG, Counting, trajectory
 from tests.areal.test_updates import rewarded_by_call
+from tests.training.configured import training
 from tuner.areal import Agent, AgentWorkflow, GRPOConfig, QueueWorkflow
 from tuner.errors import ConfigError, TrainingError
 from tuner.traces import Outcome
 from tuner.training.batch import Selection, build_batch
 from tuner.training.scoring import critic_advantages, row_advantages
-from tuner.training.trainer_settings import TrainerSettings
 from tuner.tune import prepare
 
 LONE = Selection(lone_rewards=True)
@@ -60,7 +60,7 @@ def with_last_reward_alone(traces):
 
 
 def advantages(batch, **settings):
-    found = row_advantages(batch, TrainerSettings(total_steps=1, **settings))
+    found = row_advantages(batch, training(total_steps=1, **settings))
     return torch.cat(found)
 
 
@@ -89,7 +89,7 @@ async def test_rollouts_of_one_turn_each_are_compared_as_any_others(collect):
     assert all(row.reward is None for row in build_batch(traces).rows)
     best = build_batch(traces, selection=Selection(best_only=True))
     assert best.dropped_rollouts == {"not_best_of_group": 1}
-    with pytest.raises(TrainingError, match="no use for rewards of single calls"):
+    with pytest.raises(TrainingError, match="cannot use rewards of single calls"):
         build_batch(await collect(RETURNS), selection=Selection(best_only=True))
 
 
@@ -101,7 +101,7 @@ async def test_the_trainers_discount_takes_a_turns_reward_once(collect):
     torch.testing.assert_close(
         advantages(batch, turn_discount=0.5), advantages(plain, turn_discount=0.5)
     )
-    settings = TrainerSettings(total_steps=1, advantage="ppo")
+    settings = training(total_steps=1, advantage="ppo")
     values = [torch.full((len(row.completion_ids),), 0.25) for row in batch.rows]
     for mine, theirs in zip(
         critic_advantages(batch, settings, values),

@@ -10,7 +10,7 @@ from playwright.sync_api import expect
 
 from tests.browser.example_run import TINY, example_trace, write_example
 from tests.browser.test_viewer import choose, open_trace
-from tests.loop import runs
+from tests.kit import runs
 from tuner.loop import run_local
 from tuner.tools.viewer import RunReader, write_report
 from tuner.tools.viewer.page import page as html_of

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from tests.forked import mend_thread_pool
 from tests.golden import recipes
 from tests.golden.recipes import CONVERSATIONS, DPO, LORA, PAIRS, PPO, SAVED, SFT, run, run_rollouts
 from tests.golden.runs import hashed, parts, timeless
-from tests.loop import async_runs
-from tests.loop.runs import judge
+from tests.kit import async_runs
+from tests.kit.forked import mend_thread_pool
+from tests.kit.runs import judge
 from tuner.errors import TunerError
 from tuner.runs.directory import RunDirectory, damage
 from tuner.traces import read_traces

@@ -22,7 +22,7 @@ import psutil
 from tests.engines.models import until
 from tests.gateway.fuzzing import BODIES
 from tests.gateway.test_fuzz import Watched
-from tests.gateway.toy import gateway_of
+from tests.kit.toy import gateway_of
 from tuner.gateway import Gateway
 
 AT_ONCE = 8

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
-
 import pytest
 
+from tests.training.configured import training
 from tuner.config import load_config
 from tuner.config.algorithms import ALGORITHMS, NOT_HERE, GSPOLoss, PPOAdvantage
 from tuner.errors import ConfigError
-from tuner.runs.stack import selection, trainer_settings
+from tuner.runs.stack import for_trainer, selection
 from tuner.training.batch import Overlong
-from tuner.training.trainer_settings import CriticSettings, TrainerSettings
 
 # Without which an algorithm cannot be loaded.
 NEEDED = {
@@ -28,7 +25,7 @@ def load(*overrides):
 
 
 def settings(*overrides):
-    return trainer_settings(load(*overrides), 10, 16384)
+    return for_trainer(load(*overrides), 10, 16384)
 
 
 def refusal(*overrides):
@@ -38,10 +35,8 @@ def refusal(*overrides):
 
 
 def test_nothing_set_is_the_trainers_own_defaults():
-    found, default = settings(), TrainerSettings(total_steps=10)
-    assert found.advantage_args == default.advantage_spec
-    assert found.policy_loss_args == default.policy_loss_spec
-    assert replace(found, advantage_args=None, policy_loss_args=None) == default
+    found, default = settings(), training(total_steps=10, max_tokens_per_micro_batch=16384)
+    assert found.model_dump(exclude={"name"}) == default.model_dump(exclude={"name"})
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -64,7 +59,9 @@ def test_the_effective_configuration_is_read_back_unchanged(name, tmp_path):
 def test_null_is_the_algorithms_default():
     config = load("algorithm.algorithm_type=gspo", "algorithm.loss_agg_mode=null")
     assert config.algorithm.loss_agg_mode == "seq-mean-token-mean"
-    assert settings("algorithm.policy_loss_fn_args.clip_range=null").policy_loss_args.low == 0.2
+    assert (
+        settings("algorithm.policy_loss_fn_args.clip_range=null").algorithm.policy_loss.low == 0.2
+    )
 
 
 def test_what_was_set_wins_over_the_row():
@@ -75,21 +72,21 @@ def test_what_was_set_wins_over_the_row():
         "algorithm.kl_loss_fn_args.kl_coef=0.5",
         "algorithm.loss_agg_mode=rollout-mean",
     )
-    assert (got.policy_loss_args.low, got.policy_loss_args.high) == (0.2, 0.4)
-    assert (got.kl, got.kl_args.kl_coef) == ("k3", 0.5)
-    assert got.aggregation == "rollout-mean"
+    assert (got.algorithm.policy_loss.low, got.algorithm.policy_loss.high) == (0.2, 0.4)
+    assert (got.algorithm.kl_loss_fn, got.algorithm.kl_loss.kl_coef) == ("k3", 0.5)
+    assert got.algorithm.loss_agg_mode == "rollout-mean"
 
 
 @pytest.mark.parametrize("name", ["multi_step_grpo", "dapo", "gspo"])
 def test_a_clip_range_that_was_set_stands_for_both_sides(name):
     clip = "algorithm.policy_loss_fn_args.clip_range=0.1"
     got = settings(f"algorithm.algorithm_type={name}", clip)
-    assert (got.policy_loss_args.low, got.policy_loss_args.high) == (0.1, 0.1)
+    assert (got.algorithm.policy_loss.low, got.algorithm.policy_loss.high) == (0.1, 0.1)
 
 
 def test_an_exchanged_part_comes_with_its_own_numbers():
     got = settings("algorithm.algorithm_type=dapo", "algorithm.policy_loss_fn=gspo")
-    assert (got.policy_loss, got.policy_loss_args) == ("gspo", GSPOLoss())
+    assert (got.algorithm.policy_loss_fn, got.algorithm.policy_loss) == ("gspo", GSPOLoss())
 
 
 @pytest.mark.parametrize("name", NOT_HERE)
@@ -183,8 +180,12 @@ def test_our_own_settings_reach_the_trainer():
         "tuner.algorithm.rejection_low=0.5",
         "tuner.algorithm.rejection_high=2",
     )
-    assert (got.updates, got.proximal, got.importance_cap) == (3, "loglinear", None)
-    assert got.rejection == (0.5, 2.0)
+    assert (got.tuner.algorithm.updates, got.tuner.algorithm.proximal, got.tuner.algorithm.cap) == (
+        3,
+        "loglinear",
+        None,
+    )
+    assert got.tuner.algorithm.rejection == (0.5, 2.0)
     chosen = selection(
         load(
             "tuner.algorithm.reward_scale=2",
@@ -211,11 +212,11 @@ def test_the_critics_settings_reach_it():
         "tuner.critic.weight_decay=0",
         "tuner.critic.cliprange_value=0.2",
     )
-    assert (got.uses_critic, got.advantage_args) == (True, PPOAdvantage(gamma=0.99, lam=0.95))
-    assert got.critic == CriticSettings(1e-4, (0.8, 0.9), 0.0, clip=0.2, warmup=4)
-    assert not settings().uses_critic
-    default = settings("algorithm.algorithm_type=ppo")
-    assert (default.advantage_args, default.critic) == (PPOAdvantage(), CriticSettings())
+    assert got.algorithm.uses_critic
+    assert got.algorithm.advantage == PPOAdvantage(gamma=0.99, lam=0.95)
+    assert got.trainer.critic_warmup == 4
+    assert not settings().algorithm.uses_critic
+    assert settings("algorithm.algorithm_type=ppo").algorithm.advantage == PPOAdvantage()
 
 
 @pytest.mark.parametrize("name", [name for name, row in ALGORITHMS.items() if not row.recorded])
@@ -231,7 +232,7 @@ def test_groups_of_one_are_for_advantages_that_compare_nothing_inside_a_group(na
 
 
 def test_turn_discount_reaches_the_trainer_and_needs_no_others_rewards():
-    assert settings("tuner.algorithm.turn_discount=0.9").turn_discount == 0.9
+    assert settings("tuner.algorithm.turn_discount=0.9").tuner.algorithm.turn_discount == 0.9
     chosen = selection(load("tuner.algorithm.turn_discount=0.9"))
     assert (chosen.needs_group, chosen.lone_rewards) == (True, True)
 
@@ -241,14 +242,3 @@ def test_dapo_samples_dynamically_unless_told_not_to():
     assert selection(load(dapo)).varied_only
     assert not selection(load(dapo, "tuner.algorithm.dynamic_sampling=false")).varied_only
     assert selection(load("algorithm.algorithm_type=raft")).best_only
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_page_of_algorithms_has_a_row_for_each(name):
-    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
-    row = next(line for line in page.splitlines() if line.startswith(f"| `{name}`"))
-    algorithm = ALGORITHMS[name]
-    assert f"`{algorithm.advantage_fn}`" in row
-    assert f"`{algorithm.policy_loss_fn}`" in row
-    assert algorithm.kl_loss_fn in row
-    assert f"| {algorithm.loss_agg_mode} |" in row

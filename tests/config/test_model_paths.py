@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import gguf_files
+from tests.kit import gguf_files
 from tuner.config import keys as model_paths
 from tuner.config import load_config
 from tuner.config.keys import located, require_model_libraries

@@ -9,7 +9,7 @@ import pytest
 from tuner.config import load_config
 from tuner.config.algorithms import ALGORITHMS, DistillAdvantage, DPOLoss
 from tuner.errors import ConfigError
-from tuner.runs.stack import rollout_settings, selection, trainer_settings
+from tuner.runs.stack import for_trainer, rollout_settings, selection
 
 BUFFER = "buffer.trainer_input.experience_buffer"
 TEACHER = "explorer.auxiliary_models=[{name: big, model_path: org/big}]"
@@ -158,8 +158,8 @@ def test_trinitys_files_for_recorded_data_are_read(tmp_path):
     buffer = config.buffer.trainer_input.experience_buffer
     assert buffer.path == str(tmp_path / "pairs.jsonl")
     assert (buffer.format.prompt_key, buffer.format.chosen_key) == ("p", "a")
-    settings = trainer_settings(config, 10, 64)
-    assert settings.policy_loss_args == DPOLoss(beta=0.2, label_smoothing=0.1)
+    settings = for_trainer(config, 10, 64)
+    assert settings.algorithm.policy_loss == DPOLoss(beta=0.2, label_smoothing=0.1)
     assert settings.uses_reference
 
 
@@ -170,12 +170,12 @@ def test_a_teacher_needs_neither_a_group_nor_a_reward(name):
     assert not chosen.needs_group
     assert not chosen.needs_reward
     assert not rollout_settings(config).needs_reward
-    settings = trainer_settings(config, 10, 64)
-    assert settings.advantage_args == DistillAdvantage(kl_coef=1.0)
-    assert not settings.kl_in_loss
+    settings = for_trainer(config, 10, 64)
+    assert settings.algorithm.advantage == DistillAdvantage(kl_coef=1.0)
+    assert not settings.algorithm.kl_in_loss
     # The start reads the prompt.
     assert settings.uses_reference == (name == "prompt_distill")
-    assert not trainer_settings(
+    assert not for_trainer(
         load("prompt_distill", "tuner.algorithm.prompt_teacher=policy"), 10, 64
     ).uses_reference
     for other in ("grpo", "sft"):

@@ -14,10 +14,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from tests import forked
 from tests.engines import sglang_server
 from tests.engines.conformance import CONTEXT, make_rig_model
 from tests.engines.models import VOCABULARY, make_tokenizer
+from tests.kit import forked
 from tuner.engines.remote import ServedEngine
 from tuner.engines.sglang.client import SglangServer, SglangSettings, check_for_sglang
 

@@ -157,7 +157,7 @@ async def test_folders_that_the_server_does_not_see_are_refused_by_name(there, t
     nowhere = VllmSettings("float32", 256, 16, SETTINGS.end_ids, tokenizer="/nowhere/model")
     engine = engine_over(VllmServer(proxy.url, KEY, nowhere), model, tmp_path / "w")
     with pytest.raises(
-        EngineError, match=r"model\.model_path is /nowhere/model, which is not there"
+        EngineError, match=r"model\.model_path is /nowhere/model, which does not exist"
     ):
         await engine.start()
     await engine.close()
@@ -171,7 +171,7 @@ async def test_folders_that_the_server_does_not_see_are_refused_by_name(there, t
             super().load(Weights(weights.folder.with_name("unseen"), weights.label))
 
     engine = engine_over(Elsewhere(proxy.url, KEY, SETTINGS), model, tmp_path / "v")
-    with pytest.raises(EngineError, match=r"unseen, which is not there .* the run directory must"):
+    with pytest.raises(EngineError, match=r"unseen, which does not exist .* the run"):
         await engine.start()
     assert "the run directory must be on a disk" in str(engine.failure)
     await engine.close()
@@ -270,6 +270,7 @@ def run_elsewhere(url, folder, *overrides):
     )
 
 
+@pytest.mark.learning
 def test_a_run_goes_on_through_cut_streams_and_a_cut_update(tmp_path, monkeypatch):
     monkeypatch.setenv("TUNER_ENGINE_KEY", KEY)
     tokenizer = AutoTokenizer.from_pretrained(TINY)

@@ -14,11 +14,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from tests.engines.models import change_weights, generate_all, until
 from tests.engines.test_tiny_math import PATH as TINY_MATH
-from tests.gateway.toy import ids_of, text_of, tokenizer
+from tests.kit.examples import few
+from tests.kit.models import tiny_qwen3
+from tests.kit.toy import ids_of, text_of, tokenizer
 from tuner.engines import EngineError, SamplingParams
 from tuner.engines.grammar import Grammars, GrammarState, unpacked
 from tuner.engines.grammar_text import GrammarError
@@ -31,22 +33,9 @@ END = tokenizer().eos_token_id
 
 
 def make_model() -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        initializer_range=0.1,
-    )
-    model = Qwen3ForCausalLM(config)
+    model = tiny_qwen3(VOCABULARY, max_position_embeddings=512)
     model.generation_config.eos_token_id = None
-    return model.eval()
+    return model
 
 
 def make_engine(**options) -> TransformersEngine:
@@ -103,6 +92,16 @@ def test_tokens_that_may_follow_are_those_of_the_form_and_the_end_only_where_it_
     assert state.mask(VOCABULARY).nonzero()[0].tolist() == [second // 8]
     assert may_follow(ONE_OF_THREE, "abc") == {END}
     assert may_follow('start: "a" "b"?', "a") == {b, END}
+
+
+def test_a_token_that_may_not_follow_is_refused_by_its_id() -> None:
+    a, d = ids_of("ad")
+    state = grammars().start(ONE_OF_THREE)
+    state.advance(a)
+    with pytest.raises(GrammarError, match=rf"token {a} may not follow"):
+        state.advance(a)
+    with pytest.raises(GrammarError, match=rf"token {d} may not follow"):
+        grammars().start(ONE_OF_THREE).advance(d)
 
 
 def test_of_several_end_tokens_each_may_end_it_and_nothing_else() -> None:
@@ -340,7 +339,10 @@ schemas = st.recursive(leaves, containers, max_leaves=4)
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+    max_examples=few(40),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=True,
 )
 @given(schemas, st.integers(0, 2**32))
 def test_whatever_the_schema_a_completion_that_stopped_is_valid(schema: dict, seed: int) -> None:

@@ -101,5 +101,5 @@ async def test_paused_switches_to_the_reference_cost_no_cached_prefix():
 )
 @pytest.mark.filterwarnings("ignore")
 def test_an_adapter_that_acts_on_prompts_is_refused(config):
-    with pytest.raises(ConfigError, match="acts on prompts"):
+    with pytest.raises(ConfigError, match="changes prompts"):
         make_engine(get_peft_model(make_model(), config))

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kit.examples import few
 from tuner.engines import SamplingParams
 from tuner.engines.sampling import (
     SamplingBatch,
@@ -51,7 +52,7 @@ rows = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=few(60), deadline=None)
 @given(st.lists(rows, min_size=1, max_size=6))
 def test_a_batch_of_different_settings_follows_the_definitions(batch):
     logits = np.stack([np.random.default_rng(seed).normal(0, 3, 50) for seed, *_ in batch])

@@ -121,11 +121,11 @@ def test_settings_that_sglang_takes_otherwise_are_refused(changes, message):
                 "finish_reason": {"type": "stop", "matched": 7},
                 "output_token_logprobs": [[-1, 7, 0]],
             },
-            r"at token 7, which does not end one of this model \(those are \[0\]\)",
+            r"at token 7, which is not an end token of this model \(those are \[0\]\)",
         ),
         ({"output_token_logprobs": [[None, 7, None]]}, "log-prob nan: the model's logits"),
-        ({"output_token_logprobs": [[-1.0, 8, None]]}, "not of the form that is known"),
-        ({"output_token_logprobs": []}, "not of the form that is known"),
+        ({"output_token_logprobs": [[-1.0, 8, None]]}, "does not have the form known"),
+        ({"output_token_logprobs": []}, "does not have the form known"),
     ],
 )
 def test_answers_that_cannot_be_trained_are_refused(spoil, message):
@@ -142,7 +142,7 @@ def test_a_cut_that_is_wider_than_what_the_server_lists_is_refused():
     chunk = json.loads(TOP_K)
     chunk["meta_info"]["output_token_sampling_logprobs"] = [-0.651]
     assert sampled(chunk, asked, END, 4).logprobs == (-0.651,)
-    with pytest.raises(EngineError, match=r"top_p = 0\.9 leaves 3 tokens or more"):
+    with pytest.raises(EngineError, match=r"top_p = 0\.9 keeps 3 tokens or more"):
         sampled(chunk, asked, END, 3)
 
 
@@ -195,7 +195,7 @@ async def test_a_server_that_was_started_again_gets_the_weights_again(rig):
     change_weights(rig.model)
     await rig.engine.update_weights(1)
     server.weight_version = "default"
-    with pytest.raises(EngineLostError, match="was started again: it has the weights 'default'"):
+    with pytest.raises(EngineLostError, match="was restarted: it has the weights 'default'"):
         await rig.engine.generate(prompt(5), SHORT, "session")
     got = await rig.engine.generate(prompt(5), SHORT, "session")
     assert got.versions == (1,) * 5
@@ -209,7 +209,7 @@ async def test_tokens_of_somebody_elses_weights_are_refused(rig, tmp_path):
     mine = rig.engine._fleet.weights
     other = connected(rig.engine._fleet.seats[0].server._url, "sesame")
     await asyncio.to_thread(other.start, Weights(mine.folder, "another-run"))
-    with pytest.raises(EngineError, match="were asked for; it has 'another-run'"):
+    with pytest.raises(EngineError, match="has the weights 'another-run'"):
         await rig.engine.generate(prompt(5), SHORT, "session")
 
 
@@ -267,7 +267,7 @@ async def test_every_reason_against_a_server_is_named_at_once(served, tmp_path):
     message = str(caught.value)
     assert "version 0.4.9" in message
     assert "enable_deterministic_inference is 'not there'" in message
-    assert "cannot list the tokens that top_k and top_p leave" in message
+    assert "cannot list the tokens kept by top_k and top_p" in message
     assert "max_req_input_len is 506: set model.max_model_len, which is 600, to 506" in message
     await made.close()
 

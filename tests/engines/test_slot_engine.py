@@ -20,6 +20,7 @@ from tests.engines.models import (
     prompt,
     until,
 )
+from tests.kit.examples import few
 from tuner.engines import SamplingParams
 from tuner.engines.transformers import slots as rows
 from tuner.engines.transformers.kv_cache import Placement, SlotCache
@@ -309,7 +310,7 @@ _MODELS = [make_model(kind) for kind in ("gemma3", "mistral", "qwen3")]
 """With layers of two kinds, computed by transformers' own code, and of one, by ours."""
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=few(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from(_MODELS),
     requests_and_times,

@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engines.models import make_tokenizer
+from tests.kit.examples import few
 from tuner.engines.stop_strings import StopStrings
 
 
@@ -19,7 +20,7 @@ def encode(text):
     return make_tokenizer().encode(text, add_special_tokens=False)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=few(200), deadline=None)
 @given(
     st.text(alphabet="haltHALT the 12,é😀", max_size=30),
     st.lists(st.text(alphabet="halt he1é😀", min_size=1, max_size=5), min_size=1, max_size=3),

@@ -148,7 +148,7 @@ def test_a_part_is_asked_for_in_vllms_words(monkeypatch):
     ("changes", "message"),
     [
         ({"temperature": 2.1}, r"temperature is 2\.1, and vLLM takes 2\.0 at most"),
-        ({"temperature": 0.005}, r"temperature is 0\.005, which vLLM would take for 0\.01"),
+        ({"temperature": 0.005}, r"temperature is 0\.005, which vLLM would treat as 0\.01"),
         ({"top_p": 1.5}, r"top_p is 1\.5"),
     ],
 )

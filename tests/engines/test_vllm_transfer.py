@@ -84,7 +84,7 @@ def test_what_goes_wrong_comes_back_as_what_it_is(vllm, host, url, tmp_path):
     with pytest.raises(EngineLostError, match="has not been given any weights"):
         server._transfer("begin", {})
     server.load(Weights(tmp_path, "old"))
-    with pytest.raises(EngineError, match="no act 'pickle'"):
+    with pytest.raises(EngineError, match="'pickle' is not a step"):
         server._transfer("pickle", {})
     with pytest.raises(EngineError, match="the key is missing or wrong"):
         VllmServer(url, "another", SETTINGS)._transfer("begin", {})

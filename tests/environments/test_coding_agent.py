@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gateway.toy import StubEngine, gateway_of, ids_of, tokenizer
+from tests.kit.toy import StubEngine, gateway_of, ids_of, tokenizer
 from tuner.environments.program import Program
 from tuner.rollouts.without_framework import PlainChatModel
 from tuner.traces import Outcome, RolloutId, TokenTree, Trace

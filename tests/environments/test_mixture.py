@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from tests.environments.test_seam import HELD_OUT, HERE, ROWS, SETTINGS, Letters
+from tests.kit.agents import answer
 from tuner import JudgeOutput, TunerModelConfig, WorkflowOutput, tune
 from tuner.environments import Mixture
 from tuner.errors import ConfigError, DatasetError, FunctionError
@@ -18,11 +19,7 @@ WORDS = [{"word": f"word {i}"} for i in range(20)]
 
 
 async def spell(task, model):
-    messages = [{"role": "user", "content": task["word"]}]
-    completion = await model.client.chat.completions.create(
-        model=model.model_name, messages=messages
-    )
-    text = completion.choices[0].message.content or ""
+    text = await answer(model, task["word"])
     assert "set" not in task
     return WorkflowOutput(response=text, reward=len(text) % 5)
 

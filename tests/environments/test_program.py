@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from tests.gateway.toy import StubEngine, gateway_of
+from tests.kit.toy import StubEngine, gateway_of
 from tests.rewards.test_sandbox import those_in
 from tuner import JudgeOutput, tune
 from tuner.config import load_config

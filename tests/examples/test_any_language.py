@@ -12,6 +12,8 @@ from tests.gateway import again, drift
 from tuner.rollouts.without_framework import PlainChatModel
 from tuner.traces import TraceStore
 
+pytestmark = pytest.mark.learning
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "any_language"
 
 

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.learning
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "branching"
 SMALL = ("buffer.total_steps=1", "buffer.batch_size=2", "explorer.eval_interval=0")
 

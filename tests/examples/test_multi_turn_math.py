@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from tuner.traces import TraceStore
+
+pytestmark = pytest.mark.learning
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "multi_turn_math"
 

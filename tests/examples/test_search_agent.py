@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
+
+pytestmark = pytest.mark.learning
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "search_agent"
 

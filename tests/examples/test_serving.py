@@ -11,6 +11,8 @@ import pytest
 from tests.serving.server import ADMIN_KEY, served
 from tuner import Client
 
+pytestmark = pytest.mark.learning
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "serving"
 
 

@@ -4,9 +4,12 @@ import re
 from pathlib import Path
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 
 from tests.test_tutorial import few_held_out
+
+pytestmark = pytest.mark.learning
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gsm8k"
 

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from tests.gateway.toy import TEMPLATE, StubEngine, ids_of, text_of, tokenizer
+from tests.kit.toy import TEMPLATE, StubEngine, ids_of, text_of, tokenizer
 from tuner.engines.base import Generation, SamplingParams, TokenSink
 from tuner.gateway import ChatRenderer, Gateway, Session
 from tuner.gateway.script import Script

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.gateway.qwen import qwen
-from tests.gateway.toy import TEMPLATE, StubEngine
+from tests.kit.toy import TEMPLATE, StubEngine
 from tuner.engines.base import FinishReason, Generation, SamplingParams, TokenSink
 from tuner.gateway import ChatRenderer, Gateway, Session
 from tuner.traces import Call, ReasoningPolicy

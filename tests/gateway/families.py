@@ -14,7 +14,7 @@ from typing import Any
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from tests.gateway.toy import tokenizer
+from tests.kit.toy import tokenizer
 from tuner.gateway import ChatRenderer
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.gateway.toy import ADD_TOOL
+from tests.kit.toy import ADD_TOOL
 
 USER: dict[str, Any] = {"role": "user", "content": "2+40?"}
 PARTS = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}

@@ -17,7 +17,7 @@ from anthropic.types import Message
 
 from tests.engines.models import until
 from tests.gateway import again
-from tests.gateway.toy import StubEngine, gateway_of, text_of
+from tests.kit.toy import StubEngine, gateway_of, text_of
 from tuner.engines.base import EngineError
 from tuner.errors import MissingDependencyError
 from tuner.gateway import Session

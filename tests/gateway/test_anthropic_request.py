@@ -13,7 +13,8 @@ from anthropic.types.beta import message_create_params as beta_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.gateway.toy import StubEngine, gateway_of
+from tests.kit.examples import few
+from tests.kit.toy import StubEngine, gateway_of
 from tuner.gateway import Gateway
 from tuner.gateway.app import StreamReply
 from tuner.gateway.dialects.anthropic import COUNT_FIELDS, MESSAGES_FIELDS
@@ -376,7 +377,7 @@ bodies = st.builds(
 )
 
 
-@settings(max_examples=120, deadline=10_000)
+@settings(max_examples=few(120), deadline=10_000)
 @given(bodies, st.sampled_from(["/v1/messages", "/v1/messages/count_tokens"]))
 async def test_fuzzed_body_never_gets_a_5xx(body: Any, path: str) -> None:
     text = '<think>a</think>b<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call><tool_call>'
@@ -392,7 +393,7 @@ async def test_fuzzed_body_never_gets_a_5xx(body: Any, path: str) -> None:
         assert (answer.get("type") == "error") == (status != 200)
 
 
-@settings(max_examples=100, deadline=10_000)
+@settings(max_examples=few(100), deadline=10_000)
 @given(anything)
 async def test_fuzzed_json_never_gets_a_5xx(body: Any) -> None:
     async with gateway_of(StubEngine()) as gateway:

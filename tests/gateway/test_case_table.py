@@ -1,4 +1,4 @@
-"""Cases that other recorders get wrong, one test each; docs/recording.md has the table.
+"""Cases that other recorders get wrong, one test each; docs/agents.md says what becomes of them.
 
 `shape` is what is asked of each: how many paths the token tree of the session has, and why it
 branches where it does. That no case loses a sampled token is asserted for all.
@@ -24,7 +24,7 @@ from tests.gateway.drift import (
     letters,
     path,
 )
-from tests.gateway.toy import ADD_TOOL
+from tests.kit.toy import ADD_TOOL
 from tuner.gateway import Session
 from tuner.traces import TokenTree, branches
 

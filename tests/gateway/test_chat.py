@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from tests.engines.models import until
-from tests.gateway.toy import (
+from tests.kit.toy import (
     ADD_TOOL,
     TEMPLATE,
     StubEngine,
@@ -151,6 +151,15 @@ async def test_three_choices_are_three_calls_with_different_seeds() -> None:
         assert [call.id for call in session.calls] == [f"{answer.id}-{i}" for i in range(3)]
         assert len({call.sampling.seed for call in session.calls}) == 3
         assert len({call.prompt_ids for call in session.calls}) == 1
+
+
+async def test_of_three_choices_the_first_has_the_seed_that_was_asked_for() -> None:
+    async with gateway_of(StubEngine(["a", "b", "c"])) as gateway:
+        session = gateway.open_session("r")
+        await ask(session, n=3, seed=42)
+        seeds = [call.sampling.seed for call in session.calls]
+    assert seeds[0] == 42
+    assert len(set(seeds)) == 3
 
 
 async def test_one_failing_choice_cancels_the_others_and_commits_none() -> None:

@@ -27,7 +27,7 @@ from tests.gateway.drift import (
     path,
     rendered,
 )
-from tests.gateway.toy import ADD_TOOL, TEMPLATE
+from tests.kit.toy import ADD_TOOL, TEMPLATE
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
 from tuner.rollouts.chat_models import chat_model, default_kind
 from tuner.traces import ReasoningPolicy

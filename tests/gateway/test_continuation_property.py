@@ -25,7 +25,8 @@ from tests.gateway.drift import (
     path,
     rendered,
 )
-from tests.gateway.toy import ADD_TOOL
+from tests.kit.examples import few
+from tests.kit.toy import ADD_TOOL
 
 pytestmark = pytest.mark.usefixtures("vocabulary")
 _PIECES = st.sampled_from(
@@ -75,7 +76,7 @@ def _meaning(text: str) -> str:
     return re.sub(r"\s*(</?(?:call|think|tool_call)>|<\|im_end\|>)\s*", r"\1", text)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=few(60), deadline=None)
 @given(st.lists(_STEP, min_size=2, max_size=8))
 def test_reuse_never_changes_what_the_model_reads(steps: list[Any]) -> None:
     asyncio.run(_drive(steps))

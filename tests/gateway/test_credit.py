@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from tests.gateway.toy import StubEngine, gateway_of, ids_of
+from tests.kit.toy import StubEngine, gateway_of, ids_of
 from tuner.errors import TunerError
 from tuner.gateway import Session, SessionLimits
 from tuner.rollouts.chat_models import PlainChatModel

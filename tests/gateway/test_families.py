@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.gateway.drift import USER, Scripted, ask, continues, path
 from tests.gateway.families import DEEPSEEK, FAMILIES, TEMPLATES, Family, texts, turn
-from tests.gateway.toy import ADD_TOOL, TEMPLATE, tokenizer
+from tests.kit.examples import few
+from tests.kit.toy import ADD_TOOL, TEMPLATE, tokenizer
 from tuner.errors import ConfigError
 from tuner.gateway import ChatRenderer, Gateway
 from tuner.gateway.families.parsing import TOOL_CALL_PARSERS, ParsedToolCall
@@ -66,7 +67,7 @@ def tool_call(given: dict[str, Any], index: int = 0) -> dict[str, Any]:
 
 
 @family_of
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=few(30))
 @given(data=st.data())
 def test_turn_that_the_template_writes_is_read_back(family: Family, data: Any) -> None:
     calls = data.draw(st.lists(arguments, min_size=1, max_size=3 if family.several else 1))
@@ -132,7 +133,7 @@ def test_truncated_call_stays_in_the_text(family: Family) -> None:
 
 
 @family_of
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=few(150))
 @given(data=st.data())
 def test_no_text_raises_or_loses_more_than_the_form(family: Family, data: Any) -> None:
     text = data.draw(texts(family) | st.text(max_size=20))

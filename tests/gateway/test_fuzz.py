@@ -1,4 +1,4 @@
-"""Ten thousand wrong requests over every route: none breaks the gateway, and no token is lost."""
+"""Thousands of wrong requests over every route: none breaks the gateway, and no token is lost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import pytest
 from tests.engines.models import until
 from tests.gateway.fuzzing import BODIES, body_of
 from tests.gateway.test_recording_property import Ledger
-from tests.gateway.toy import gateway_of, tokenizer
+from tests.kit.examples import few
+from tests.kit.toy import gateway_of, tokenizer
 from tuner.engines.base import Generation, SamplingParams, TokenSink
 from tuner.engines.grammar import Grammars
 from tuner.gateway import Gateway, Session
@@ -25,7 +26,7 @@ from tuner.gateway.app import EXCHANGES, StreamReply
 
 ROUTES = (*EXCHANGES, "/v1/messages/count_tokens")
 GRAMMARS = Grammars(tokenizer(), [tokenizer().eos_token_id])
-IN_PROCESS, OVER_HTTP = 9_600, 500  # bodies
+IN_PROCESS, OVER_HTTP = few(9_600), 500  # bodies
 AT_ONCE = 4  # clients of one session
 EACH = 20  # bodies that one client sends
 SECONDS = 30  # for one body; it takes milliseconds

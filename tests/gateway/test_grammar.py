@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tests.engines.test_grammar import END, VOCABULARY, allowed, make_engine
 from tests.gateway.test_request import USER, anything, send
-from tests.gateway.toy import StubEngine, gateway_of, ids_of, tokenizer
+from tests.kit.examples import few
+from tests.kit.toy import StubEngine, gateway_of, ids_of, tokenizer
 from tuner.engines import Generation
 from tuner.engines.grammar import Grammars, GrammarState, unpacked
 from tuner.engines.grammar_text import GrammarError
@@ -219,7 +220,7 @@ def test_nothing_demanded_is_no_grammar() -> None:
 names = st.text(min_size=1, max_size=6).filter(lambda name: name.isprintable())
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=few(40), deadline=None, derandomize=True)
 @given(names, names)
 def test_any_tool_name_can_be_called(name: str, other: str) -> None:
     constraints = Constraints([tool(name), tool(other)], ToolChoice("required", (name,)))
@@ -359,7 +360,7 @@ tools = st.lists(
 )
 
 
-@settings(max_examples=120, deadline=10_000)
+@settings(max_examples=few(120), deadline=10_000)
 @given(
     st.fixed_dictionaries(
         {},

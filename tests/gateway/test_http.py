@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from tests.engines.models import until
-from tests.gateway.toy import StubEngine, gateway_of
+from tests.kit.toy import StubEngine, gateway_of
 from tuner.gateway import http as door
 
 USER = [{"role": "user", "content": "hi"}]
@@ -102,15 +102,19 @@ async def test_body_over_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(door, "MAX_BODY_BYTES", 1000)
     async with gateway_of(StubEngine()) as gateway:
         session = gateway.open_session("r")
-        body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "x" * 2000}]})
+        body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "x"}]})
         async with httpx.AsyncClient() as client:
-            answer = await client.post(
-                gateway.base_url + "/chat/completions",
-                content=body,
-                headers={"Authorization": f"Bearer {session.key}"},
-            )
-        assert answer.status_code == 413
-        assert "1000 bytes" in answer.json()["error"]["message"]
+            within, beyond = [
+                await client.post(
+                    gateway.base_url + "/chat/completions",
+                    content=body.ljust(size),
+                    headers={"Authorization": f"Bearer {session.key}"},
+                )
+                for size in (1000, 1001)
+            ]
+        assert within.status_code == 200
+        assert beyond.status_code == 413
+        assert "1000 bytes" in beyond.json()["error"]["message"]
 
 
 async def test_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

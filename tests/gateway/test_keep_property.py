@@ -25,7 +25,8 @@ from tests.gateway.drift import (
 )
 from tests.gateway.test_continuation_property import _SAMPLED, _sample
 from tests.gateway.test_keep_reasoning import ALL, OPENED, OPENED_OBEDIENT, RESULT, bare, one_path
-from tests.gateway.toy import ADD_TOOL
+from tests.kit.examples import few
+from tests.kit.toy import ADD_TOOL
 from tuner.gateway import ChatRenderer
 
 pytestmark = pytest.mark.usefixtures("vocabulary")
@@ -50,7 +51,7 @@ def _spelled(turn: Any, opened: bool) -> str:
     return ("" if opened else "<think>") + block + text
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=few(80), deadline=None)
 @given(
     st.sampled_from([*ALL.values(), OPENED, OPENED_OBEDIENT]),
     st.lists(_TURN, min_size=2, max_size=6),
@@ -82,7 +83,7 @@ _STEP = st.tuples(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=few(80), deadline=None)
 @given(st.sampled_from([*ALL.values(), OPENED]), st.lists(_STEP, min_size=2, max_size=8))
 def test_only_reasoning_is_put_back(template: str, steps: list[Any]) -> None:
     asyncio.run(_drive(template, steps))

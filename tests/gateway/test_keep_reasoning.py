@@ -25,7 +25,7 @@ from tests.gateway.drift import (
     path,
     rendered,
 )
-from tests.gateway.toy import ADD_TOOL, TEMPLATE
+from tests.kit.toy import ADD_TOOL, TEMPLATE
 from tuner.errors import ConfigError
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
 from tuner.traces import Call, branches

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.engines.models import until
-from tests.gateway.toy import StubEngine, text_of, tokenizer
+from tests.kit.toy import StubEngine, text_of, tokenizer
 from tuner.gateway import ChatRenderer, Gateway, Session
 from tuner.gateway.dialects.text import complete_tokens
 from tuner.gateway.families import grammars as grammar_rules

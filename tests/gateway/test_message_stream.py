@@ -14,7 +14,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tests.gateway.families import FAMILIES, Family, texts
 from tests.gateway.qwen import qwen
-from tests.gateway.toy import ADD_TOOL, ids_of, tokenizer
+from tests.kit.examples import few
+from tests.kit.toy import ADD_TOOL, ids_of, tokenizer
 from tuner.gateway import ChatRenderer
 from tuner.gateway.completion import MessageStream, TextStream
 from tuner.gateway.families.parsing import Delta, ParsedMessage, joined
@@ -57,7 +58,7 @@ def check(pushes: list[list[Delta]], message: ParsedMessage) -> None:
 
 
 @family_of
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=few(60))
 @given(data=st.data())
 def test_pieces_make_the_message_that_is_parsed(family: Family, data: Any) -> None:
     text = data.draw(texts(family) | st.text(max_size=20))
@@ -69,7 +70,7 @@ def test_pieces_make_the_message_that_is_parsed(family: Family, data: Any) -> No
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=few(80))
 @given(data=st.data())
 def test_pieces_of_qwens_tokens_make_the_message_that_is_parsed(name: str, data: Any) -> None:
     (family,) = (family for family in FAMILIES if family.name == name)
@@ -204,7 +205,7 @@ def spoken_by_bytes() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=base)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=few(300))
 @given(
     st.lists(st.lists(st.integers(0, 255)) | st.text("aé€🙂 ").map(lambda t: list(t.encode()))),
     st.lists(st.integers(1, 60)),
@@ -215,7 +216,7 @@ def test_any_bytes_are_decoded_as_the_whole_is(parts: list[list[int]], sizes: li
     decode_in_pieces(tokenizer(), [BYTE[alphabet[value]] for value in values], sizes)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=few(200))
 @given(st.lists(st.integers(0, 261), max_size=30), st.lists(st.integers(1, 5)))
 def test_tokens_that_are_bytes_are_decoded_as_the_whole_is(
     ids: list[int], sizes: list[int]
@@ -223,7 +224,7 @@ def test_tokens_that_are_bytes_are_decoded_as_the_whole_is(
     decode_in_pieces(spoken_by_bytes(), ids, sizes)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=few(200))
 @given(st.lists(QWENS, max_size=12), st.lists(st.integers(1, 5)))
 def test_any_tokens_of_qwens_are_decoded_as_the_whole_is(ids: list[int], sizes: list[int]) -> None:
     decode_in_pieces(qwen(), ids, sizes)

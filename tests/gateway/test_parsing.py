@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.gateway.toy import ADD_TOOL, ids_of, tokenizer
+from tests.kit.toy import ADD_TOOL, ids_of, tokenizer
 from tuner.gateway import ChatRenderer
 from tuner.gateway.families.parsing import REASONING_PARSERS, TOOL_CALL_PARSERS, ParsedToolCall
 

@@ -15,11 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.chat_server import chat_server
 from tests.gateway.again import recorded, seen
 from tests.gateway.test_recording_property import MOVES, Agent, Ledger
 from tests.gateway.test_script import BODIES, TEXT, asked, posted
-from tests.gateway.toy import ADD_TOOL, StubEngine, gateway_of
+from tests.kit.chat_server import chat_server
+from tests.kit.examples import few
+from tests.kit.toy import ADD_TOOL, StubEngine, gateway_of
 from tuner.errors import TunerError
 from tuner.gateway import Session
 from tuner.gateway.playback import MessageScript, Playback
@@ -92,7 +93,7 @@ async def test_a_stream_says_the_same(path: str) -> None:
     await again.aclose()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=few(60), deadline=None)
 @given(st.lists(st.sampled_from(WITHOUT_TOKENS), min_size=1, max_size=7), st.integers(0, 2**32))
 def test_random_agents_get_their_rollout_again(moves: list[str], seed: int) -> None:
     async def main() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.gateway.qwen import qwen, vocabulary_file
+from tests.kit.examples import few
 
 TEXTS = [
     "The answer is 42, isn't it? I'LL see.\n\n\n  def add(a: int) -> int:\n\treturn a + 1  \r\n",
@@ -37,7 +38,7 @@ def test_text_gets_the_ids_of_dashscopes_tokenizer(theirs: Any, text: str) -> No
     assert qwen().decode(ids) == theirs.decode(ids)
 
 
-@settings(max_examples=300)
+@settings(max_examples=few(300))
 @given(text=st.text(max_size=60))
 def test_any_text_gets_the_ids_of_dashscopes_tokenizer(theirs: Any, text: str) -> None:
     assert qwen().encode(text, add_special_tokens=False) == theirs.encode(text)

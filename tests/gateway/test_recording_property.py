@@ -14,7 +14,8 @@ import openai
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.gateway.toy import ADD_TOOL, StubEngine, gateway_of, ids_of, text_of
+from tests.kit.examples import few
+from tests.kit.toy import ADD_TOOL, StubEngine, gateway_of, ids_of, text_of
 from tuner.engines.base import Generation, SamplingParams, TokenSink
 from tuner.gateway import Gateway, Session
 from tuner.traces import Call, Outcome, RolloutId, TokenTree, Trace
@@ -224,7 +225,7 @@ _LIVES = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=few(40), deadline=None)
 @given(_LIVES, st.integers(0, 2**32))
 def test_every_sampled_token_is_in_the_right_trace_once(lives: list[Any], seed: int) -> None:
     asyncio.run(_drive(lives, seed))

@@ -5,8 +5,8 @@ import json
 import openai
 import pytest
 
-from tests.builders import trace
-from tests.chat_server import Refusal, chat_server
+from tests.kit.builders import trace
+from tests.kit.chat_server import Refusal, chat_server
 from tuner.gateway import SessionLimits
 from tuner.gateway.relay import ELSEWHERE, Relay
 from tuner.rollouts.chat_models import chat_model

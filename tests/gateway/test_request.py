@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import completion_create_params
 
-from tests.gateway.toy import ADD_TOOL, StubEngine, gateway_of, tokenizer
+from tests.kit.examples import few
+from tests.kit.toy import ADD_TOOL, StubEngine, gateway_of, tokenizer
 from tuner.gateway.app import Gateway
 from tuner.gateway.dialects.chat import CHAT_FIELDS
 
@@ -406,7 +407,7 @@ bodies = st.builds(
 )
 
 
-@settings(max_examples=120, deadline=10_000)
+@settings(max_examples=few(120), deadline=10_000)
 @given(bodies)
 async def test_fuzzed_body_never_gets_a_5xx(body: object) -> None:
     async with gateway_of(StubEngine(["<think>a</think>b<tool_call>"])) as gateway:
@@ -419,7 +420,7 @@ async def test_fuzzed_body_never_gets_a_5xx(body: object) -> None:
         assert ("error" in answer) == (status != 200)
 
 
-@settings(max_examples=100, deadline=10_000)
+@settings(max_examples=few(100), deadline=10_000)
 @given(anything)
 async def test_fuzzed_json_never_gets_a_5xx(body: object) -> None:
     async with gateway_of(StubEngine()) as gateway:
@@ -430,7 +431,7 @@ async def test_fuzzed_json_never_gets_a_5xx(body: object) -> None:
         assert (await send(gateway, None, raw=payload))[0] == 400
 
 
-@settings(max_examples=100, deadline=10_000)
+@settings(max_examples=few(100), deadline=10_000)
 @given(st.binary(max_size=200))
 async def test_fuzzed_bytes_never_get_a_5xx(raw: bytes) -> None:
     async with gateway_of(StubEngine()) as gateway:

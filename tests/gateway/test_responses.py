@@ -15,7 +15,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
 from tests.gateway import drift
-from tests.gateway.toy import StubEngine, gateway_of, ids_of, text_of
+from tests.kit.toy import StubEngine, gateway_of, ids_of, text_of
 from tuner.engines.base import EngineError, Generation
 from tuner.traces import TokenTree, branches
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.responses import response_create_params
 
-from tests.gateway.toy import StubEngine, gateway_of, text_of
+from tests.kit.examples import few
+from tests.kit.toy import StubEngine, gateway_of, text_of
 from tuner.gateway import Gateway, Session
 from tuner.gateway.app import Reply
 from tuner.gateway.dialects.responses import RESPONSES_FIELDS
@@ -356,7 +357,7 @@ bodies = st.builds(
 )
 
 
-@settings(max_examples=120, deadline=10_000)
+@settings(max_examples=few(120), deadline=10_000)
 @given(bodies)
 async def test_fuzzed_body_never_gets_a_5xx_and_leaves_nothing_behind(body: object) -> None:
     engine = StubEngine(["<think>a</think>b<tool_call>"])

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from tests.gateway.again import recorded, without_seed
 from tests.gateway.test_recording_property import MOVES, Agent, Ledger
-from tests.gateway.toy import ADD_TOOL, StubEngine, gateway_of, ids_of
+from tests.kit.examples import few
+from tests.kit.toy import ADD_TOOL, StubEngine, gateway_of, ids_of
 from tuner.engines.base import SamplingParams
 from tuner.errors import TunerError
 from tuner.gateway import Gateway, Session, SessionLimits
@@ -37,7 +38,7 @@ async def lived(agent: Agent, moves: Sequence[str]) -> tuple[Call, ...]:
 _LIFE = st.lists(st.sampled_from(REPEATABLE), min_size=1, max_size=7)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=few(60), deadline=None)
 @given(_LIFE, st.integers(0, 2**32))
 def test_a_whole_rollout_is_given_back(moves: list[str], seed: int) -> None:
     async def main() -> None:
@@ -59,7 +60,7 @@ def test_a_whole_rollout_is_given_back(moves: list[str], seed: int) -> None:
     asyncio.run(main())
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=few(120), deadline=None)
 @given(_LIFE, st.integers(0, 2**32), st.data())
 def test_a_branch_is_the_recorded_rollout_up_to_its_point(
     moves: list[str], seed: int, data: Any

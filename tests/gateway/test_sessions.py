@@ -12,8 +12,8 @@ import openai
 import pytest
 
 from tests.engines.models import until
-from tests.gateway.toy import StubEngine, gateway_of, text_of
-from tests.rollouts.clock import jump
+from tests.kit.clock import jump
+from tests.kit.toy import StubEngine, gateway_of, text_of
 from tuner.gateway import Gateway, Session
 from tuner.gateway import app as routes
 from tuner.gateway.sessions import CutOff, InFlight

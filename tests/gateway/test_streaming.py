@@ -12,7 +12,7 @@ import pytest
 from tests.engines.models import until
 from tests.gateway.drift import encoded, letters
 from tests.gateway.drift import gateway_of as drift_gateway_of
-from tests.gateway.toy import ADD_TOOL, StubEngine, gateway_of, ids_of, text_of
+from tests.kit.toy import ADD_TOOL, StubEngine, gateway_of, ids_of, text_of
 from tuner.engines.base import EngineError
 
 USER: list[Any] = [{"role": "user", "content": "hi"}]

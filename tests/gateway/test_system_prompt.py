@@ -10,7 +10,7 @@ import pytest
 from tests.gateway.drift import USER, Scripted, ask, gateway_of, letters, merging
 from tests.gateway.families import TEMPLATES
 from tests.gateway.template_matrix import _spoken, spelled
-from tests.gateway.toy import ADD_TOOL, TEMPLATE, tokenizer
+from tests.kit.toy import ADD_TOOL, TEMPLATE, tokenizer
 from tuner.errors import ConfigError
 from tuner.gateway import ChatRenderer, Gateway
 from tuner.gateway.families.renderer import SystemPrompt

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.gateway.toy import StubEngine, gateway_of, ids_of, text_of
+from tests.kit.toy import StubEngine, gateway_of, ids_of, text_of
 
 
 async def test_text_is_completed_without_a_template() -> None:

@@ -11,13 +11,13 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from tests.builders import trace
-from tests.gateway.toy import ADD_TOOL
+from tests.kit.builders import trace
+from tests.kit.toy import ADD_TOOL
+from tests.training.configured import training
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
 from tuner.traces import Call
 from tuner.training.batch import build_batch
 from tuner.training.trainer import PolicyTrainer
-from tuner.training.trainer_settings import TrainerSettings
 
 MODEL = Path(__file__).parents[2] / "models" / "tiny_math"
 QUESTION = [{"role": "user", "content": "Tom has 3 apples and buys 4 more. How many apples?"}]
@@ -93,7 +93,7 @@ async def test_forms_are_kept_and_their_log_probs_are_exact(gateway: Gateway, se
     )
     engine: Any = gateway.engine
     trainer = PolicyTrainer(
-        engine._model, TrainerSettings(total_steps=1, kl="none"), grammars=engine.grammars
+        engine._model, training(total_steps=1, kl="none"), grammars=engine.grammars
     )
     traces = [trace(0, i, [call], reward=float(i)) for i, call in enumerate((answered, called))]
     logps = trainer.compute_logp(build_batch(traces))

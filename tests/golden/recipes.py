@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.gateway.toy import ADD_TOOL, TEMPLATE, tokenizer
+from tests.kit.toy import ADD_TOOL, TEMPLATE, tokenizer
 from tuner import JudgeOutput, TuneResult, WorkflowOutput, tune
 
 REPOSITORY = Path(__file__).parents[2]

@@ -36,7 +36,7 @@ from typing import Any
 import pytest
 
 from tests.gateway.drift import merging
-from tests.gateway.toy import StubEngine, tokenizer
+from tests.kit.toy import StubEngine, tokenizer
 from tuner.engines.base import EngineCapabilities
 from tuner.gateway import ChatRenderer, Gateway, Session
 from tuner.gateway.app import EXCHANGES

@@ -34,8 +34,8 @@ os.environ.setdefault("AGENTSCOPE_DISABLE_CONSOLE_OUTPUT", "true")
 
 import torch
 
-from tests.forked import mend_thread_pool
 from tests.golden import areal_recipes, recipes
+from tests.kit.forked import mend_thread_pool
 
 assert areal_recipes.loop  # it enters its recipes when it is imported
 

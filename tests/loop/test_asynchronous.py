@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import forked
-from tests.loop import async_runs, runs
+from tests.kit import async_runs, forked, runs
 from tuner.engines.transformers.engine import TransformersEngine
 from tuner.errors import FunctionError
 from tuner.gateway import SamplingDefaults
@@ -198,7 +197,7 @@ def test_what_is_too_old_is_left_out_and_counted_where_a_step_does_not_wait(
     slow = {"left": 2}
 
     async def workflow(task, model):
-        text = await runs.ask(model, task["question"])
+        text = await runs.answer(model, task["question"])
         if (
             slow["left"] and "train" in task["question"]
         ):  # the first rollouts go on until training is far ahead
@@ -207,7 +206,7 @@ def test_what_is_too_old_is_left_out_and_counted_where_a_step_does_not_wait(
                 (tmp_path / "p/run/batches.jsonl").read_text().count("\n") < 4
             ):
                 await asyncio.sleep(0.005)
-        return WorkflowOutput(response=text + await runs.ask(model, text))
+        return WorkflowOutput(response=text + await runs.answer(model, text))
 
     result = tune(
         async_runs.config(
@@ -249,7 +248,7 @@ def test_a_mistake_in_a_function_stops_the_run_while_others_are_under_way(
     random_model_path, tmp_path
 ):
     async def workflow(task, model):
-        await runs.ask(model, task["question"])
+        await runs.answer(model, task["question"])
         return 3
 
     with pytest.raises(FunctionError):
@@ -277,7 +276,7 @@ def test_the_slowest_tasks_of_a_step_are_ended_once_the_others_are_complete(
     ended = Counter()
 
     async def workflow(task, model):
-        text = await runs.ask(model, task["question"])
+        text = await runs.answer(model, task["question"])
         split, step, number, rollout, _ = model.session.id.rsplit("-", 4)
         if (split, number, rollout) == ("train", "1", "2"):
             await asyncio.Event().wait()

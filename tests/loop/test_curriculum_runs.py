@@ -7,10 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import forked
-from tests.loop import async_runs, runs
+from tests.kit import async_runs, forked, runs
 from tests.loop.test_resume import without_times
-from tests.test_pages import ROOT, blocks
+from tests.pages import blocks
 from tuner.errors import ConfigError
 from tuner.loop import run_local
 from tuner.tools.rebase import rebase
@@ -117,7 +116,7 @@ def test_ahead_of_training_a_killed_run_keeps_what_was_drawn(moment, random_mode
 
 
 def test_the_function_of_the_page_draws_the_tasks_of_a_run(random_model_path, tmp_path):
-    (function,) = blocks(ROOT / "docs/curriculum.md", "python")
+    (function,) = blocks("sampling.md", "python")
     (tmp_path / "weights.py").write_text(function)
     selector = (f"tuner.tasks.selector.kind={tmp_path}/weights.py:weights", *SELECTOR[1:])
     result = tune(runs.config(random_model_path, tmp_path, *selector))

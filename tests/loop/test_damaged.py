@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._pytree import tree_leaves
 
-from tests.loop import async_runs, runs
+from tests.kit import async_runs, runs
 from tests.loop.test_lora import NEW
 from tests.loop.test_ppo import PPO
 from tests.loop.test_resume import flip, tune

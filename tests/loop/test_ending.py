@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.loop import runs
+from tests.kit import runs
 from tuner.errors import TrainingError
 from tuner.loop import run_local
 from tuner.runs.result import TuneResult
@@ -27,7 +27,7 @@ class Scripted:
         return self.steps[min(count // ROLLOUTS, len(self.steps) - 1)]
 
     async def workflow(self, task, model):
-        text = await runs.ask(model, task["question"])
+        text = await runs.answer(model, task["question"])
         if task["question"].startswith("train"):
             self.begun += 1
             if self.of(self.begun - 1) is None:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from tests.kit.agents import answer
 from tests.loop.test_recorded import TEST, TINY_MATH, problems, solve
 from tuner import AlgorithmConfig, TunerModelConfig, WorkflowOutput, tune
 from tuner.cli import app
@@ -50,6 +51,7 @@ def sampled(result):
     return sum(trace.sampled_tokens for trace in recorded(result))
 
 
+@pytest.mark.learning
 def test_explore_records_rollouts_of_the_model_as_it_is(explored):
     assert explored.steps == 0
     assert explored.checkpoint is None
@@ -79,6 +81,7 @@ LEARN = {
 }
 
 
+@pytest.mark.learning
 @pytest.mark.parametrize("name", LEARN)
 def test_an_algorithm_learns_without_a_new_rollout(explored, name, tmp_path):
     algorithm, settings = LEARN[name]
@@ -124,10 +127,7 @@ def small(random_model_path, tmp_path_factory) -> TuneResult:
 
 
 async def letters(task, model):
-    answer = await model.client.chat.completions.create(
-        model=model.model_name, messages=[{"role": "user", "content": task["question"]}]
-    )
-    text = answer.choices[0].message.content or ""
+    text = await answer(model, task["question"])
     return WorkflowOutput(response=text, reward=sum(map(ord, text)) % 7 / 7)
 
 
@@ -180,12 +180,13 @@ def test_a_filter_is_counted_in_the_result(small, tmp_path, capsys):
     assert result.rows["other_step"] == 24
     later = [one for one in recorded(small) if one.id.step > 2]
     assert result.tokens.dropped["other_step"] == sum(one.sampled_tokens for one in later)
-    assert "left out: 24 other_step (docs/history.md)" in " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "left out: 24 other_step (docs/recorded_data.md)" in printed
 
 
 def test_the_run_stops_where_the_tokens_are_worth_too_little(small, tmp_path):
     first = "tuner.history.max_step=1"  # of the weights that it begins with
-    with pytest.raises(TrainingError, match=r"recorded tokens are worth .*min_effective_samples"):
+    with pytest.raises(TrainingError, match=r"are worth only .*min_effective_samples"):
         start(small, tmp_path, of(small), first, "tuner.history.min_effective_samples=0.999")
     directory = RunDirectory(tmp_path / "AgentScope" / "again")
     (kept,) = directory.checkpoint_steps()  # what was learned until then

@@ -7,8 +7,7 @@ import signal
 from functools import partial
 from pathlib import Path
 
-from tests import forked
-from tests.loop import runs
+from tests.kit import forked, runs
 from tuner import AlgorithmConfig, TunerModelConfig, WorkflowOutput, tune
 from tuner.loop import run_local
 from tuner.rollouts import limits
@@ -18,7 +17,7 @@ from tuner.tune import leave_report
 async def stubborn(task, model, *, asked):
     while True:
         with contextlib.suppress(BaseException):
-            await runs.ask(model, "hi")
+            await runs.answer(model, "hi")
         asked.touch()
 
 
@@ -77,7 +76,7 @@ def interrupted_in_a_notebook(model, root, asked):
 
 
 async def asking(task, model, *, asked):
-    await runs.ask(model, task["question"])
+    await runs.answer(model, task["question"])
     asked.touch()
     return WorkflowOutput(response="r")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.loop import runs
+from tests.kit import runs
 from tuner import tune as tune_function
 from tuner.errors import FunctionError
 from tuner.loop import run_local
@@ -50,7 +50,7 @@ def test_a_rollout_that_heard_its_judge_is_trained_with_all_of_its_calls(
 ):
     async def workflow(task, model, feedback):
         said = task["question"] if feedback is None else f"{task['question']} {feedback}"
-        return WorkflowOutput(response=await runs.ask(model, said))
+        return WorkflowOutput(response=await runs.answer(model, said))
 
     async def judge(task, response):
         return JudgeOutput(reward=len(response or "") % 3 / 4, feedback="longer")

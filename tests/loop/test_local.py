@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.loop import runs
+from tests.kit import runs
 from tuner.config.keys import check_path
 from tuner.errors import ConfigError, FunctionError, ModelLoadError, TrainingError
 from tuner.loop import run_local
@@ -36,7 +36,7 @@ def tune(model, root, *overrides, workflow=runs.workflow, judge=runs.judge):
 
 
 async def failing_workflow(task, model):
-    await runs.ask(model, "hi")
+    await runs.answer(model, "hi")
     raise LookupError(f"no tool for {task['question']!r}"[:12])
 
 
@@ -135,7 +135,7 @@ def test_equal_rewards_stop_the_run_with_advice(random_model_path, tmp_path, cap
 
 def test_failed_rollouts_are_dropped_and_counted(random_model_path, tmp_path):
     async def workflow(task, model):
-        text = await runs.ask(model, task["question"])
+        text = await runs.answer(model, task["question"])
         if sum(map(ord, text)) % 3 == 0:
             raise LookupError("no tool")
         return WorkflowOutput(response=text)
@@ -152,7 +152,7 @@ def test_penalized_failures_are_trained(random_model_path, tmp_path):
     tokens = {}
 
     async def workflow(task, model):
-        text = await runs.ask(model, task["question"])
+        text = await runs.answer(model, task["question"])
         tokens[text] = None
         if len(tokens) % 2:
             raise LookupError("no tool")
@@ -200,11 +200,11 @@ def test_auxiliary_model_is_served_by_name_and_never_recorded(random_model_path,
     async def workflow(task, model, auxiliary_models):
         helper = auxiliary_models["helper"]
         names.append((sorted(auxiliary_models), helper.model_name))
-        hint = await runs.ask(helper, "a hint please")
-        return WorkflowOutput(response=await runs.ask(model, task["question"] + hint[:2]))
+        hint = await runs.answer(helper, "a hint please")
+        return WorkflowOutput(response=await runs.answer(model, task["question"] + hint[:2]))
 
     async def judge(task, response, auxiliary_models):
-        await runs.ask(auxiliary_models["helper"], response)
+        await runs.answer(auxiliary_models["helper"], response)
         return await runs.judge(task, response)
 
     helper = f"{{name: helper, model_path: {random_model_path}, max_response_tokens: 3}}"
@@ -262,7 +262,7 @@ def test_auxiliary_model_behind_a_url(random_model_path, tmp_path, remote, monke
     monkeypatch.setenv("JUDGE_KEY", "secret")
 
     async def judge(task, response, auxiliary_models):
-        assert await runs.ask(auxiliary_models["judge"], "score this") == "remote"
+        assert await runs.answer(auxiliary_models["judge"], "score this") == "remote"
         return await runs.judge(task, response)
 
     settings = f"{{base_url: '{remote}', model_name: big, api_key_env: JUDGE_KEY}}"

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from tests.engines.models import make_model
-from tests.loop import runs
+from tests.kit import runs
 from tests.loop.test_resume import without_times
 from tests.training.lora import change_adapter
 from tuner import tune
@@ -55,6 +55,7 @@ def trained(random_model_path, tmp_path_factory):
     return run(random_model_path, tmp_path_factory.mktemp("trained"), NEW, STEPS)
 
 
+@pytest.mark.learning
 def test_the_tiny_model_learns_with_an_adapter(tmp_path):
     """A few steps of the shipped example, with ten times the learning rate of all weights."""
     sys.path.insert(0, str(REPOSITORY / "examples" / "gsm8k"))
@@ -172,7 +173,7 @@ def test_an_adapter_to_start_from_is_policy_and_reference(
     assert not any("reference" in name for name in written)
     size = sum(value.numel() for value in written.values())
     said = " ".join(capsys.readouterr().out.split())
-    assert f"training a LoRA adapter: {size:,} parameters in 14 layers" in said
+    assert f"training a LoRA adapter: {size:,} parameters in 7 layers" in said
 
 
 def test_an_adapter_is_no_model(trained, random_model_path, tmp_path):

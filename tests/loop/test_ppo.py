@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from tests.loop import runs
+from tests.kit import runs
 from tests.loop.test_resume import without_times
 from tuner.errors import ConfigError
 from tuner.loop import run_local

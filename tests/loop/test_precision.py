@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.loop import runs
+from tests.kit import runs
 from tuner.errors import ConfigError
 from tuner.loop import run_local
 from tuner.runs.directory import TRAINER_STATE

@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tests.loop import runs
+from tests.kit import runs
 from tuner import JudgeOutput, WorkflowOutput
 from tuner.loop import run_local
 from tuner.traces import TraceStore

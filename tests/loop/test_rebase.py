@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import forked
-from tests.loop import async_runs, runs
+from tests.kit import async_runs, forked, runs
 from tests.loop.test_resume import without_times
 from tuner import rebase
 from tuner.errors import ConfigError, FunctionError, TrainingError, TunerError
@@ -264,7 +263,10 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    ["lora", *(pytest.param(m, marks=pytest.mark.learning) for m in ("best", "ppo", "tree"))],
+)
 def test_other_kinds_of_runs_go_on_from_their_samples(mode, random_model_path, tmp_path):
     """With the same judge to the same bits, with another from what was recorded alone."""
     talk = runs.talk if mode in ("tree", "best") else runs.workflow
@@ -331,7 +333,7 @@ def test_a_judge_of_groups_sees_the_groups_again(random_model_path, tmp_path):
 
 
 async def asking(task, response, auxiliary_models):
-    said = await runs.ask(auxiliary_models["helper"], response + "?")
+    said = await runs.answer(auxiliary_models["helper"], response + "?")
     return await runs.judge(task, said)
 
 
@@ -436,7 +438,7 @@ def test_rollouts_that_went_on_by_what_the_judge_said_are_refused(mistaken, tmp_
 
 def test_a_run_without_a_judge_is_refused(random_model_path, tmp_path):
     async def scored(task, model):
-        return WorkflowOutput(reward=len(await runs.ask(model, task["question"])) % 3)
+        return WorkflowOutput(reward=len(await runs.answer(model, task["question"])) % 3)
 
     run = tune(
         runs.config(random_model_path, tmp_path, "buffer.total_steps=1"),

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from tests import forked
-from tests.loop import recorded_runs
+from tests.kit import forked, recorded_runs
+from tests.kit.agents import answer
 from tuner import AlgorithmConfig, TunerModelConfig, WorkflowOutput, tune
 from tuner.cli import app
 from tuner.errors import ConfigError, DatasetError, FunctionError
@@ -48,10 +48,7 @@ def worked(work, answer):
 
 
 async def solve(task, model):
-    answer = await model.client.chat.completions.create(
-        model=model.model_name, messages=prompt(task["question"])
-    )
-    text = answer.choices[0].message.content or ""
+    text = await answer(model, prompt(task["question"]))
     return WorkflowOutput(response=text, reward=float(f"is {task['answer']}." in text))
 
 
@@ -99,6 +96,7 @@ def series(result, name):
     return [row[f"train/{name}"] for row in result.history if f"train/{name}" in row]
 
 
+@pytest.mark.learning
 def test_sft_makes_the_data_likely_and_raises_the_held_out_reward(imitated):
     loss = series(imitated, "loss")
     assert loss[-1] < loss[0] / 2
@@ -110,6 +108,7 @@ def test_sft_makes_the_data_likely_and_raises_the_held_out_reward(imitated):
     assert imitated.rewards == []
 
 
+@pytest.mark.learning
 def test_a_run_on_recorded_data_leaves_what_every_run_leaves(imitated):
     stored = json.loads((imitated.run_dir / "result.json").read_text())
     assert TuneResult.model_validate(stored) == imitated.model_copy(update={"history": []})
@@ -123,6 +122,7 @@ def test_a_run_on_recorded_data_leaves_what_every_run_leaves(imitated):
     assert "rollouts" not in text
 
 
+@pytest.mark.learning
 def test_dpo_raises_margin_and_accuracy(tmp_path):
     rows = [
         {
@@ -146,6 +146,7 @@ def test_dpo_raises_margin_and_accuracy(tmp_path):
     assert series(result, "loss")[-1] < 0.65
 
 
+@pytest.mark.learning
 def test_distillation_brings_the_student_to_the_teacher_without_a_reward(imitated, tmp_path):
     """Groups of one rollout, no judge, no reward; the teacher is what SFT made."""
     result = tune(

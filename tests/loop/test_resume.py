@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import forked
-from tests.loop import runs
+from tests.kit import forked, runs
 from tuner.errors import ConfigError, ModelLoadError, TunerError
 from tuner.loop import run_local
 from tuner.runs import directory as run_directory

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.engines.sglang_rig import ROOT, StandIn
+from tests.kit.agents import answer
 from tuner import JudgeOutput, WorkflowOutput, tune
 
 KEY = "sesame"
@@ -19,10 +20,7 @@ def server(monkeypatch):
 
 
 async def workflow(task, model):
-    reply = await model.client.chat.completions.create(
-        model=model.model_name, messages=[{"role": "user", "content": task["question"]}]
-    )
-    return WorkflowOutput(response=reply.choices[0].message.content or "")
+    return WorkflowOutput(response=await answer(model, task["question"]))
 
 
 async def judge(task, response):

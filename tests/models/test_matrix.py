@@ -1,4 +1,4 @@
-"""The table of docs/models.md: `make test-models` makes all of it, here are four of its lines."""
+"""Four lines of docs/reference/models.md; `make test-models` makes all of it."""
 
 from __future__ import annotations
 

@@ -12,6 +12,8 @@ from models.tiny_prompt import corpus as prompt
 from models.tiny_retry import corpus as retry
 from models.tiny_search import corpus as search
 
+pytestmark = pytest.mark.learning
+
 MODELS = Path(__file__).parents[2] / "models"
 
 

@@ -127,15 +127,15 @@ async def test_unit_tests_are_run_by_pytest_and_its_report_is_the_feedback(isola
         ("def add(a, b:", "SyntaxError"),
         ("def plus(a, b): return a + b", "cannot import name 'add'"),
         ("def add(a, b):\n    while True: pass", "ended at its limit of 5 s"),
-        ("import os; os._exit(0)", "pytest came to no end: the program exited with 0"),
+        ("import os; os._exit(0)", "pytest did not finish: the program exited with 0"),
         ("import sys; sys.exit(0)", "passed"),
-        ("open('report.xml', 'w').write('<x'); import os; os._exit(0)", "came to no end"),
-        ("import os; os.mkfifo('report.xml'); os._exit(0)", "came to no end"),
-        ("import os; os.symlink('/etc/passwd', 'report.xml'); os._exit(0)", "came to no end"),
+        ("open('report.xml', 'w').write('<x'); import os; os._exit(0)", "did not finish"),
+        ("import os; os.mkfifo('report.xml'); os._exit(0)", "did not finish"),
+        ("import os; os.symlink('/etc/passwd', 'report.xml'); os._exit(0)", "did not finish"),
         (
             "open('report.xml', 'w').write('<!DOCTYPE a [<!ENTITY b \"c\">]><testcase/>')\n"
             "import os; os._exit(0)",
-            "came to no end",
+            "did not finish",
         ),
     ],
 )

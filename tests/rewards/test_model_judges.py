@@ -5,7 +5,6 @@ import contextlib
 import itertools
 import json
 import pickle
-import re
 import threading
 import time
 from collections import Counter
@@ -14,8 +13,9 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.builders import logged
-from tests.chat_server import Refusal, chat_server
+from tests.kit.builders import logged
+from tests.kit.chat_server import Refusal, chat_server
+from tests.pages import blocks
 from tuner.config import RemoteModel
 from tuner.engines.transformers.engine import TransformersEngine
 from tuner.errors import ConfigError, FunctionError, RewardError, RewardTimeout
@@ -29,7 +29,7 @@ from tuner.runs.models import load_model, load_tokenizer
 from tuner.tasks.functions import JudgeOutput, MissingFieldError, StoredResponse, WorkflowOutput
 from tuner.traces import Outcome, TraceStore
 
-PAGE = Path(__file__).parents[2] / "docs/judges.md"
+PAGE = Path(__file__).parents[2] / "docs/rewards.md"
 TASK = {"question": "Where is the old bridge?", "answer": "in the north"}
 
 
@@ -80,7 +80,7 @@ async def test_the_page_shows_the_prompt_and_its_code_runs(tmp_path, monkeypatch
     with chat_server(lambda request: said(0.5)) as server:
         await judge_at(server)({"question": "What is 2 + 2?", "answer": "4"}, "It is 4.")
         assert f"```text\n{prompt_of(server.requests[0])}\n```" in page
-        code = "\n".join(re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
+        code = "\n".join(blocks(PAGE, "python", "tests/rewards/test_model_judges.py"))
         names = {}
         exec(code.replace("https://api.example.com/v1", server.base_url), names)
         verdict = await names["judge"](TASK, "in the north")
@@ -283,7 +283,7 @@ def test_what_cannot_judge_is_refused_when_it_is_made(monkeypatch):
     elsewhere = RemoteModel(base_url="http://a/v1", model_name="m", api_key_env="NO_SUCH_KEY")
     with pytest.raises(ConfigError, match="'NO_SUCH_KEY': this environment variable is not set"):
         ruler(model=elsewhere)
-    with pytest.raises(ValueError, match="the lowest score comes first"):
+    with pytest.raises(ValueError, match="lowest < highest"):
         llm_judge(rubric="", model="m", scale=(1, 0))
     with pytest.raises(ValueError, match="must be above 0"):
         ruler(model="m", tries=0)
@@ -357,25 +357,11 @@ async def test_a_verdict_that_leaves_one_out_is_asked_again():
 def parts(tmp_path_factory):
     """Model and tokenizer with room for a judge's prompt, a token for each byte."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from tests.gateway.toy import TEMPLATE, tokenizer
+    from tests.kit.models import save_chat_model
 
-    path, spoken = tmp_path_factory.mktemp("judge"), tokenizer()
-    spoken.chat_template = TEMPLATE
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    config = Qwen3Config(
-        vocab_size=len(spoken),
-        max_position_embeddings=8192,
-        eos_token_id=spoken.eos_token_id,
-        pad_token_id=spoken.pad_token_id,
-        **shape,
-        **heads,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(path)
-    spoken.save_pretrained(path)
+    shape = {"num_hidden_layers": 1, "max_position_embeddings": 8192, "initializer_range": 0.02}
+    path = save_chat_model(tmp_path_factory.mktemp("judge"), **shape)
     model = load_model(str(path), device=torch.device("cpu"), dtype=torch.float32)
     return model, load_tokenizer(str(path))
 

@@ -13,7 +13,7 @@ os.environ["AGENTSCOPE_DISABLE_CONSOLE_OUTPUT"] = "true"
 
 from tests.engines.test_grammar import make_engine
 from tests.gateway import again
-from tests.gateway.toy import StubEngine, gateway_of, text_of
+from tests.kit.toy import StubEngine, gateway_of, text_of
 from tuner.errors import MissingDependencyError
 from tuner.gateway import SamplingDefaults, Session
 from tuner.rollouts.agentscope1 import trinity_chat_model

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from tests.training.configured import training
 from tuner.config.schema import BranchingSection
 from tuner.gateway import SamplingDefaults
 from tuner.rollouts import Rollouts
@@ -16,7 +17,6 @@ from tuner.traces import Outcome, RolloutId, TokenTree, Trace, TraceStore
 from tuner.training.batch import build_batch
 from tuner.training.forks import Point
 from tuner.training.scoring import row_advantages
-from tuner.training.trainer_settings import TrainerSettings
 
 DEFAULTS = SamplingDefaults(max_tokens=6)
 TASK = {"question": "hi"}
@@ -122,7 +122,7 @@ async def test_siblings_are_compared_at_their_point(make_runner):
     rewards = [3.0, 5.0, 9.0, 6.0, 5.0, 8.0]
     traces = [replace(t, reward=r) for t, r in zip(traces, rewards, strict=True)]
     batch = build_batch(traces)
-    found = row_advantages(batch, TrainerSettings(total_steps=1, advantage="tree", kl="none"))
+    found = row_advantages(batch, training(total_steps=1, advantage="tree", kl="none"))
     value = {0: (3 + 9 + 6) / 3, 1: (5 + 5 + 8) / 3}
     by_row = {(row.rollout, row.place): one for row, one in zip(batch.rows, found, strict=True)}
     assert by_row[0, 0].tolist() == pytest.approx([value[0] - value[1]] * len(by_row[0, 0]))

@@ -5,7 +5,7 @@ import json
 import openai
 import pytest
 
-from tests.chat_server import Refusal, chat_server
+from tests.kit.chat_server import Refusal, chat_server
 from tuner.gateway import SessionLimits
 from tuner.gateway.relay import ELSEWHERE, Relay
 from tuner.gateway.request_error import RequestError

@@ -8,7 +8,7 @@ import sys
 
 import openai
 
-from tests.gateway.toy import ADD_TOOL, StubEngine, gateway_of
+from tests.kit.toy import ADD_TOOL, StubEngine, gateway_of
 from tuner.rollouts.chat_models import chat_model
 
 USER = [{"role": "user", "content": "2 + 40?"}]

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
+from tests.kit.clock import jump
 from tests.rewards import functions
-from tests.rollouts.clock import jump
 from tuner.errors import FunctionError, TrainingError
 from tuner.gateway import SamplingDefaults
 from tuner.rewards import in_process
@@ -370,6 +370,32 @@ async def test_time_in_tools_is_limited_and_time_in_answers_is_not(make_runner):
     runner.settings = replace(settings, tool_seconds=30)
     (trace,) = await run(runner, {"seconds": 0})
     assert trace.outcome is Outcome.COMPLETED
+
+
+async def test_an_answer_that_takes_longer_than_tools_may_ends_nothing(make_runner, monkeypatch):
+    ahead, now = [0.0], time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: now() + ahead[0])
+
+    async def workflow(task, model):
+        await ask(model)
+        jump(31)  # so that the limit is looked at
+        for _ in range(9):
+            await asyncio.sleep(0)
+        return WorkflowOutput(reward=1.0)
+
+    runner = make_runner(workflow)
+    runner.settings = replace(runner.settings, tool_seconds=30)
+    engine = runner.gateway.service.engine
+    generate = engine.generate
+
+    def slow(*asked, **settings):
+        ahead[0] += 40
+        return generate(*asked, **settings)
+
+    monkeypatch.setattr(engine, "generate", slow)
+    (trace,) = await run(runner)
+    assert trace.outcome is Outcome.COMPLETED
+    assert trace.seconds["generation"] >= 40
 
 
 async def test_waiting_for_room_is_told_apart_from_running(make_runner, tmp_path):

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.rollouts.clock import simulate
+from tests.kit.clock import simulate
+from tests.kit.examples import few
 from tuner.rollouts.groups import Schedule, admissible, in_time
 
 
@@ -125,7 +126,7 @@ cases = st.builds(
 @example(Case(1, 4, 2, 4, 2, True, 1, [1.0, 1.0, 1.0, 3.0], [False], [0.0], [4.0]))
 @example(Case(1, 4, 2, 4, 2, True, 1, [1.0, 1.0, 1.0, 3.0], [False], [0.0], [4.0]))
 @example(Case(2, 4, 3, 9, 1, True, 3, [3.0, 18.0], [True, False], [0.0], [61.0]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=few(200), deadline=None)
 @given(cases)
 def test_staleness_never_exceeds_the_bound(case):
     async def go():

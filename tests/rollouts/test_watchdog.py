@@ -43,7 +43,7 @@ async def test_a_blocking_client_in_the_loop_is_named_and_then_works_in_a_thread
     assert first.calls == ()
     assert second.outcome is Outcome.COMPLETED
     assert len(second.calls) == 1
-    said = [r.getMessage() for r in caplog.records if "kept the event loop" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if "blocked the event loop" in r.getMessage()]
     assert len(said) == 1
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.builders import call as make_call
+from tests.kit.builders import call as make_call
 from tuner.config.schema import BranchingSection
 from tuner.errors import FunctionError
 from tuner.rollouts.branching import Grown, Shares, Where, exploring

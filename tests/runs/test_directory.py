@@ -8,8 +8,7 @@ import socket
 
 import pytest
 
-from tests import forked
-from tests.loop import runs
+from tests.kit import forked, runs
 from tuner.config import load_config
 from tuner.errors import ConfigError, TunerError
 from tuner.loop import run_local

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
 from tuner.runs.metrics import (
     batch_metrics,
     evaluation_metrics,

@@ -11,15 +11,14 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
-from tests import forked, gguf_files
-from tests.loop import runs
+from tests.kit import forked, gguf_files, runs
 from tuner.errors import ConfigError, ModelLoadError
 from tuner.loop import run_local
 from tuner.runs import models as model_folders
 from tuner.runs.directory import RunDirectory
 from tuner.runs.models import load_model, load_settings, load_tokenizer, model_folder
 from tuner.runs.placement import vllm_settings
-from tuner.tools.evaluate import Candidate, find_candidate
+from tuner.tools.candidates import Candidate, find_candidate
 from tuner.tools.export import model_card
 from tuner.trinity.installed import models_as_folders
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
 from tuner.runs.console import ConsoleMonitor, JsonlMonitor
 from tuner.traces import Outcome
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
 from tests.runs.test_metrics import failed, group
 from tuner.config.load import load_config
 from tuner.runs.notices import (

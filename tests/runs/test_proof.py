@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kit.examples import few
 from tuner.errors import ProofError
 from tuner.runs.statistics import Comparison, Plan, evidence_of
 
@@ -140,7 +141,7 @@ def expected_wealth(share, rewards, chances, hypotheses, sessions=4):
     return np.einsum("d,dms->ms", chance, evidence.e_DMS)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=few(30), deadline=None)
 @given(
     SHARES,
     st.tuples(*[st.floats(0.01, 1)] * 3),
@@ -161,7 +162,7 @@ def test_an_e_value_is_one_in_the_mean_exactly_whatever_the_rewards_and_the_coin
     assert found[0, 1] <= 1 + 1e-9  # "at least difference - 0.1" is, too
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=few(40), deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.floats(0, 1)), min_size=1, max_size=30), SHARES)
 def test_the_bets_are_those_of_the_formula(sessions, share):
     """Against a loop over sessions and bets, in plain Python."""

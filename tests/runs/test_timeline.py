@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
 from tuner.runs.timeline import Timeline
 
 

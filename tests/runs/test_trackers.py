@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
 from tuner.config import load_config
 from tuner.errors import ConfigError, MissingDependencyError
 from tuner.runs.record import RunRecord, open_directory

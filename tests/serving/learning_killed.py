@@ -2,7 +2,7 @@
 
 import asyncio
 
-from tests.loop.runs import killing_itself
+from tests.kit.runs import killing_itself
 from tests.serving.learning_parts import Server, config
 from tuner.runs import directory as run_directory
 from tuner.serving.learning.ledger import Ledger

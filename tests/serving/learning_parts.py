@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from tests.kit.agents import answer
 from tuner.config.load import load_config
 from tuner.gateway import SamplingDefaults
 from tuner.rewards import final_answer, math_equal
@@ -148,10 +149,7 @@ def about(task):
 
 
 async def asking(task, model):
-    answer = await model.client.chat.completions.create(
-        model=model.model_name, messages=about(task)
-    )
-    return WorkflowOutput(response=answer.choices[0].message.content or "")
+    return WorkflowOutput(response=await answer(model, about(task)))
 
 
 async def judging(task, response):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests import forked
+from tests.kit import forked
 from tuner import Client
 
 ADMIN_KEY = "sk-admin-of-a-test"

@@ -96,7 +96,7 @@ async def test_without_a_known_key_nothing_answers_and_nothing_is_left(asking, k
     for method, path, body in asked:
         answer = await asking.http.request(method, path, json=body, headers=headers)
         assert answer.status_code == 401, (method, path)
-        assert "opens nothing here" in answer.json()["error"]["message"]
+        assert "is not valid here" in answer.json()["error"]["message"]
     assert asking.ids() == [id_]
     assert asking.server.store.session(id_) == before
     assert asking.server.store.ask("SELECT COUNT(*) FROM rewards") == [(0,)]
@@ -229,7 +229,7 @@ async def test_a_session_is_exported_as_a_trace_and_deleted(asking):
     assert (trace.reward, trace.task, len(trace.calls)) == (1.0, {"q": 1}, 1)
     assert (await asking.control("DELETE", f"/sessions/{id_}")).status_code == 204
     assert (await asking.control("DELETE", f"/sessions/{id_}")).status_code == 404
-    with pytest.raises(Exception, match="opens nothing here"):
+    with pytest.raises(Exception, match="is not valid here"):
         await say(asking.client(key), [], "hi")
     assert asking.server.store.ask("SELECT COUNT(*) FROM calls") == [(0,)]
 

@@ -23,7 +23,7 @@ from tuner.errors import ConfigError
 from tuner.runs.directory import RunDirectory, make_private, read_metrics
 from tuner.serving.hosting import running
 from tuner.serving.learning.beside import check_can_learn, learning, learning_config
-from tuner.tools.viewer.reader import served
+from tuner.tools.viewer.page import served
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ from tuner.tools.viewer.reader import served
         ("buffer.batch_size=1", "batch_size"),
         ("tuner.algorithm.proximal=loglinear", "loglinear"),
         ("tuner.deterministic=true", "deterministic"),
-        ("tuner.tasks.selector={}", "draws tasks, and sessions are begun by users"),
+        ("tuner.tasks.selector={}", "draws tasks, but users start sessions"),
         ("tuner.serving.promotion.by=held_out", "eval_tasksets"),
     ],
 )
@@ -117,6 +117,7 @@ class Users:
                 await session.reward(thumb)
 
 
+@pytest.mark.learning
 def test_a_served_model_learns_from_late_and_noisy_feedback_without_a_restart(tmp_path):
     async def work():
         settings = gsm8k(tmp_path)

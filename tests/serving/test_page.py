@@ -4,17 +4,13 @@ import json
 import os
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
-from tests import forked
+from tests.kit import forked
+from tests.pages import ROOT, blocks
 from tests.serving.server import ADMIN_KEY, served
-from tests.test_pages import blocks
 from tuner import Client
-
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "serving.md"
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +26,7 @@ def environment(url):
 
 
 def test_the_five_minutes(environment, url, tmp_path):
-    (script,) = blocks(PAGE, "python")
+    (script,) = blocks("serving.md", "python")
     (tmp_path / "main.py").write_text(script)
     printed = forked.script(tmp_path / "main.py", environment=environment)
     id_, calls, tokens, reward = printed.split()
@@ -42,7 +38,7 @@ def test_the_five_minutes(environment, url, tmp_path):
 
 @pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
 def test_the_same_with_curl(environment):
-    _, script = blocks(PAGE, "bash")
+    (script,) = blocks("serving.md", "bash", "tests/serving/test_page.py")
     ended = subprocess.run(
         ["bash", "-euc", script],
         env={**os.environ, **environment},

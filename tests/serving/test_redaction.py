@@ -7,7 +7,7 @@ from dataclasses import replace
 import openai
 import pytest
 
-from tests.builders import call
+from tests.kit.builders import call
 from tests.serving.served import MODEL, say, served
 from tuner.serving.serving_store import ServingStore, SessionSink, redacted
 from tuner.traces.store import to_plain

@@ -11,7 +11,7 @@ import openai
 import pytest
 import yaml
 
-from tests import forked
+from tests.kit import forked
 from tests.serving.served import ADMIN, MODEL, QUESTION, say, served
 from tests.serving.server import free_port, serve
 from tuner.serving.serving_store import ServingStore

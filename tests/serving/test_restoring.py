@@ -1,6 +1,6 @@
 """A session made again from its calls, and conversations that are known by their words."""
 
-from tests.gateway.toy import StubEngine, gateway_of
+from tests.kit.toy import StubEngine, gateway_of
 from tuner.serving.serving_store import (
     ServingStore,
     SessionSink,

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.builders import call
+from tests.kit.builders import call
 from tuner.errors import TunerError
 from tuner.serving.serving_store import DamagedSession, ServingStore, StoredReply
 from tuner.traces import Outcome, RolloutId

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tests.builders import call
+from tests.kit.builders import call
 from tests.serving.learning_parts import Server, config, run
 from tuner.runs.directory import read_metrics
 from tuner.serving.learning.judged import Groups, JudgedSource, chosen, units

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from tests import forked
+from tests.kit import forked
 from tests.serving import learning_killed
 from tests.serving.learning_parts import Server, config, run, same
 from tuner.errors import ConfigError

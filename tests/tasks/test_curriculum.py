@@ -304,7 +304,7 @@ def test_weights_must_name_the_values_of_the_field():
 
 
 def test_a_stream_has_one_order():
-    with pytest.raises(DatasetError, match="a stream has one order: remove it, or pass a list"):
+    with pytest.raises(DatasetError, match="a stream has a fixed order: remove it"):
         check_selector(config(), StreamRows(iter(())))
 
 

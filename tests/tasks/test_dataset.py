@@ -132,6 +132,9 @@ def test_dataset_smaller_than_a_batch_is_refused():
         DatasetError, match="has 12 rows but batch_size is 32: no step can run; lower"
     ):
         check_fills_a_batch([{}] * 12, 32, "dataset 'train.jsonl'")
+    with pytest.raises(DatasetError, match="has 31 rows"):
+        check_fills_a_batch([{}] * 31, 32, "rows")
+    check_fills_a_batch([{}] * 32, 32, "rows")
 
 
 def test_unknown_and_wrong_fields_are_refused():
@@ -154,5 +157,5 @@ def test_a_row_that_cannot_be_written_down_is_refused():
     circle: dict = {"question": "hi"}
     circle["itself"] = circle
     for row in (circle, {("a", "b"): 1}, {1: "a", "b": 2}):
-        with pytest.raises(DatasetError, match=r"row 1 of .* cannot be written down"):
+        with pytest.raises(DatasetError, match=r"row 1 of .* cannot be serialised"):
             load_tasks([{"question": "a"}, row], role="train_dataset")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from tests.gateway.toy import ADD_TOOL, TEMPLATE, tokenizer
+from tests.kit.toy import ADD_TOOL, TEMPLATE, tokenizer
 from tuner.config.schema import FormatSection
 from tuner.errors import DatasetError
 from tuner.gateway import ChatRenderer

@@ -6,6 +6,7 @@ import os
 import datasets
 import pytest
 
+from tests.kit.agents import answer
 from tuner import Dataset, WorkflowOutput, tune
 from tuner.errors import DatasetError
 from tuner.runs.record import fingerprint_of
@@ -50,8 +51,9 @@ def test_rows_that_stay_on_disk_are_those_that_are_read_at_once(
         assert rows[3:9:2] == ROWS[3:9:2]
         assert rows[-1] == ROWS[-1]
         assert fingerprint_of(rows) == fingerprint_of(at_once)
-        with pytest.raises(IndexError):
-            rows[50]
+        for beyond in (50, -51):
+            with pytest.raises(IndexError):
+                rows[beyond]
     assert Dataset(path=str(lines)).preview(2) == ROWS[:2]
 
 
@@ -118,10 +120,7 @@ def test_a_stream_is_read_once_for_rows_that_lie_near_each_other(monkeypatch):
 
 
 async def workflow(task, model):
-    answer = await model.client.chat.completions.create(
-        model=model.model_name, messages=[{"role": "user", "content": task["question"]}]
-    )
-    said = answer.choices[0].message.content or ""
+    said = await answer(model, task["question"])
     return WorkflowOutput(reward=float(sum(map(ord, said)) % 17))
 
 
@@ -158,10 +157,10 @@ def test_a_stream_trains_and_goes_on_where_it_was(tmp_path, random_model_path):
 
 def test_what_a_stream_cannot_be_is_said(tmp_path, random_model_path):
     stream = datasets.Dataset.from_list(ROWS).to_iterable_dataset()
-    with pytest.raises(DatasetError, match=r"a stream, whose end nobody knows: set buffer\.total"):
+    with pytest.raises(DatasetError, match=r"a stream of unknown length: set buffer\.total"):
         trained(stream, tmp_path, random_model_path, "buffer.total_steps=null")
     shuffled = "buffer.explorer_input.taskset.data_selector.selector_type=shuffle"
-    with pytest.raises(DatasetError, match=r"is 'shuffle', but a stream has one order"):
+    with pytest.raises(DatasetError, match=r"is 'shuffle', but a stream has a fixed order"):
         trained(stream, tmp_path, random_model_path, shuffled)
-    with pytest.raises(DatasetError, match="is a stream without end; pass a list"):
+    with pytest.raises(DatasetError, match="is an endless stream; pass a list"):
         load_tasks(stream, role="eval_dataset")

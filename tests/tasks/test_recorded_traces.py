@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
 from tests.tools.viewer.stored import store_run
 from tuner.config.schema import HistorySection
 from tuner.errors import ConfigError, DatasetError
@@ -229,6 +229,7 @@ def test_pairs_are_of_one_task_and_of_different_rewards(tmp_path):
     wide = examples(found, "pairs", pairs="all", min_gap=0.75)
     assert len(wide.used) == 2
     assert wide.left_out == {"not_in_a_pair": 4}
+    assert len(examples(found, "pairs", pairs="all", min_gap=0.5).used) == 5
 
 
 def test_a_pair_of_rollouts_has_the_turns_of_all_their_calls(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
+from tests.kit import forked
 from tests.test_command_line import said
 from tuner import templates
 from tuner.cli import functions_of
@@ -29,6 +29,16 @@ def template(request):
     return request.param
 
 
+# One of them in `make test`.
+@pytest.mark.parametrize(
+    "template",
+    [
+        pytest.param(template, marks=[pytest.mark.learning] * (template is not Template.OPENAI))
+        for template in Template
+        if template is not Template.REAL
+    ],
+    indirect=True,
+)
 def test_a_template_trains(template, tmp_path):
     create(template, tmp_path)
     forked.script(tmp_path / "main.py", "buffer.total_steps=2", "algorithm.repeat_times=4")

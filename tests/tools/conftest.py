@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tests.loop import runs
+from tests.kit import runs
 from tuner import cli
 from tuner.loop import run_local
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.kit.agents import answer
 from tests.loop.test_local import TINY_MATH
 from tuner import JudgeOutput, WorkflowOutput
 from tuner.runs.stack import build_stack
@@ -12,10 +13,7 @@ from tuner.tune import prepare
 
 
 async def workflow(task, model):
-    completion = await model.client.chat.completions.create(
-        model=model.model_name, messages=[{"role": "user", "content": task["question"]}]
-    )
-    return WorkflowOutput(response=completion.choices[0].message.content or "")
+    return WorkflowOutput(response=await answer(model, task["question"]))
 
 
 async def judge(task, response):

@@ -122,6 +122,7 @@ def test_the_command_prints_tables_or_json(runs, said):
     [
         (lambda a, b: [a], None, "name two or more runs, each once"),
         (lambda a, b: [a, a], None, "name two or more runs, each once"),
+        (lambda a, b: [a, b, a], None, "name two or more runs, each once"),
         (lambda a, b: [a, Path("no/such")], None, "no/such is not a run"),
         (lambda a, b: [a, b], "other", r"has no traces of split 'other' \(splits: train, held\)"),
     ],

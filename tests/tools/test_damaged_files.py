@@ -12,7 +12,7 @@ import re
 import pytest
 
 from tests.browser.example_run import example_trace, metrics
-from tests.builders import call, logged, trace
+from tests.kit.builders import call, logged, trace
 from tuner.config.load import load_config
 from tuner.config.schema import BranchingSection, HistorySection
 from tuner.errors import TunerError
@@ -26,13 +26,11 @@ from tuner.runs.rebased import RebasedStep, RebaseRecord, read_rebase
 from tuner.runs.record import read_result, version_of
 from tuner.runs.result import TokenCounts, TuneResult
 from tuner.tasks.functions import JudgeOutput
+from tuner.tools.candidates import CandidateLog, find_candidate
 from tuner.tools.compare import compare
-from tuner.tools.evaluate import find_candidate
+from tuner.tools.judging import replay
 from tuner.tools.recorded_run import find_rollout
-from tuner.tools.trials import CandidateLog
-from tuner.tools.viewer.page import write_report
-from tuner.tools.viewer.reader import RunReader
-from tuner.tools.viewer.replay import replay
+from tuner.tools.viewer.page import RunReader, write_report
 from tuner.traces import FunctionResult, Origin, RolloutId, TraceStore, Usage, read_traces
 from tuner.traces.store import (
     SavedRollout,

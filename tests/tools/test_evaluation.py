@@ -7,8 +7,8 @@ from statistics import fmean
 import pytest
 
 import tuner
-from tests.builders import trace
-from tests.loop import runs
+from tests.kit import runs
+from tests.kit.builders import trace
 from tuner.errors import ConfigError, DatasetError, TunerError
 from tuner.tools.evaluate import scores_of
 from tuner.traces import Outcome, read_traces
@@ -17,7 +17,7 @@ TASKS = [{"question": f"question {i}"} for i in range(3)]
 
 
 async def one_question(task, model):
-    return tuner.WorkflowOutput(response=await runs.ask(model, task["question"]))
+    return tuner.WorkflowOutput(response=await runs.answer(model, task["question"]))
 
 
 async def breaks_on_one(task, model):

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.chat_server import chat_server
-from tests.rollouts.clock import jump
+from tests.kit.chat_server import chat_server
+from tests.kit.clock import jump
 from tuner import JudgeOutput, WorkflowOutput
 from tuner.errors import ConfigError, DatasetError
 from tuner.rewards import llm_judge
@@ -122,7 +122,7 @@ def test_a_judge_that_fails_in_a_probe_is_shown_by_how(checked):
     assert "8 x no verdict: FunctionError: " in verdict.text
     assert "write JudgeOutput(reward=" in verdict.text
     assert "2 x no verdict: KeyError: 'no text'" in verdict.text
-    assert "2 x no verdict: the reward is nan" in verdict.text
+    assert "2 x no verdict: the judge gave reward nan" in verdict.text
     assert "NOT READY: the judge gave no reward." in verdict.text
 
 
@@ -272,7 +272,7 @@ def test_labels_decide_where_no_rollout_is_rewarded(checked, tmp_path):
     [
         ("", "has no rows"),
         ('{"task": {}, "response": "a", "reward": 1}\n{"task": 3}', r"line 2: task: Input"),
-        ('{"task": {}, "response": "a", "reward": "1"}', r"line 1: reward: .*a text is no number"),
+        ('{"task": {}, "response": "a", "reward": "1"}', r"line 1: reward: .*text is not a number"),
         ('{"task": {}, "response": "a", "reward": 1, "x": 2}', r"line 1: x: Extra inputs"),
         ("nonsense", r"line 1: the line: Invalid JSON"),
     ],

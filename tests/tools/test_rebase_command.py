@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.loop import runs
+from tests.kit import runs
 from tuner.cli import functions_of
 from tuner.traces.store import read_traces
 from tuner.tune import tune

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from hypothesis import given
 
-from tests.builders import call
+from tests.kit.builders import call
 from tests.traces.agents import rollouts
 from tuner.traces import Branch, BranchCause, TokenTree, branches
 

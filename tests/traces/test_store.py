@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
+from tests.kit.examples import few
 from tests.traces.agents import rollouts
 from tuner.engines import SamplingParams
 from tuner.errors import TunerError
@@ -81,7 +82,7 @@ traces = st.builds(
 
 
 @given(original=traces)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=few(150), deadline=None)
 def test_reading_back_gives_an_equal_trace(tmp_path_factory, original):
     store = TraceStore(tmp_path_factory.mktemp("traces"))
     store.append(original)
@@ -91,7 +92,7 @@ def test_reading_back_gives_an_equal_trace(tmp_path_factory, original):
 
 
 @given(original=traces)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=few(30), deadline=None)
 def test_traces_of_the_first_format_are_still_read(original):
     line = json.dumps(to_plain(original))
     assert repr(trace_from_json(json.loads(line))) == repr(original)
@@ -164,7 +165,7 @@ def test_a_sequence_is_stored_by_the_earlier_call_that_shares_most_of_it():
 
 
 @given(original=traces)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=few(100), deadline=None)
 def test_what_is_known_to_be_one_path_before_unpacking_has_no_branches(original):
     if is_one_path(json.loads(json.dumps(trace_to_json(original)))):
         assert branches(original.calls) == ()
@@ -260,3 +261,11 @@ def test_lines_about_one_attempt_are_one_trace_and_the_last_counts(tmp_path):
     for one in (first, trace(0, 1, []), dataclasses.replace(first, final=True)):
         store.append(one)
     assert [(t.id.rollout, t.final) for t in store.read("train", 1)] == [(1, True), (0, True)]
+
+
+@pytest.mark.parametrize(("prompt", "completion"), [([1, 5], [2]), ([1], [5])])
+def test_a_token_that_the_model_does_not_have_is_named(prompt, completion, tmp_path):
+    TraceStore(tmp_path).append(trace(0, 0, [call("a", prompt, completion, [-1.0])]))
+    with pytest.raises(TunerError, match=r"token id 5, and the model has 5 tokens"):
+        TraceStore(tmp_path, vocabulary=5).read("train", 1)
+    assert len(TraceStore(tmp_path, vocabulary=6).read("train", 1)) == 1

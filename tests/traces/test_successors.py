@@ -7,7 +7,8 @@ import random
 import pytest
 from hypothesis import given, settings
 
-from tests.builders import call
+from tests.kit.builders import call
+from tests.kit.examples import few
 from tests.traces.agents import batches
 from tuner.traces import successors
 
@@ -61,7 +62,7 @@ def ids(one):
     return one.prompt_ids + one.completion_ids
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=few(100), deadline=None, derandomize=True)
 @given(calls=batches)
 def test_each_call_goes_on_from_the_longest_that_its_prompt_begins_with(calls):
     calls = [one for one in calls if one.completion_ids]

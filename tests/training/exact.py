@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from unittest import mock
 
 import pytest
@@ -19,6 +19,9 @@ from transformers import Gemma2Config, PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from tests.engines.models import VOCABULARY, make_model
+from tests.training.configured import changed
+from tuner.config import RunConfig
+from tuner.config.schema import Layout
 from tuner.engines import SamplingParams
 from tuner.engines.grammar import Grammars
 from tuner.training.batch import Batch, Row
@@ -26,7 +29,6 @@ from tuner.training.forward import head
 from tuner.training.forward import tree_pass as tree_blocks
 from tuner.training.forward.layouts import Forward, exact_forward
 from tuner.training.trainer import PolicyTrainer
-from tuner.training.trainer_settings import Layout, TrainerSettings
 
 KINDS = ["qwen3", "llama", "mistral", "gemma2", "gemma3"]
 """Shapes of models that can be computed on a token tree, with sliding windows and soft capping."""
@@ -189,7 +191,7 @@ class Update:
 def update_of(
     model: nn.Module,
     batch: Batch,
-    settings: TrainerSettings,
+    settings: RunConfig,
     *,
     layout: Layout | None,
     max_tokens: int = 1,
@@ -203,7 +205,7 @@ def update_of(
         layout: None for one row per call.
         step: Updates that the weights have seen; a row of older versions is stale.
     """
-    settings = replace(
+    settings = changed(
         settings,
         layout=layout or "padded",
         max_tokens_per_micro_batch=max_tokens,
@@ -227,7 +229,7 @@ def update_of(
 def assert_same_update(
     model: nn.Module,
     batch: Batch,
-    settings: TrainerSettings,
+    settings: RunConfig,
     *,
     cuts: Iterable[Cut],
     tolerance: float,

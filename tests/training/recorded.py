@@ -11,8 +11,8 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from tests.builders import trace
-from tests.gateway import toy
+from tests.kit import toy
+from tests.kit.builders import trace
 from tests.training.exact import model_of
 from tuner.engines.grammar import Grammars
 from tuner.engines.transformers.engine import TransformersEngine

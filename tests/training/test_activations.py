@@ -6,8 +6,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from tests.builders import call, trace
 from tests.engines.models import prompt
+from tests.kit.builders import call, trace
+from tests.training.configured import training
 from tests.training.exact import model_of as model_of_kind
 from tests.training.lora import wrapped
 from tuner.engines.transformers.passes import causal_model
@@ -16,7 +17,6 @@ from tuner.training.batch import build_batch
 from tuner.training.forward.layouts import exact_forward
 from tuner.training.memory import Activations
 from tuner.training.trainer import PolicyTrainer
-from tuner.training.trainer_settings import TrainerSettings
 
 KINDS = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 DTYPES = [torch.float32, torch.bfloat16]
@@ -138,13 +138,22 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("alone", "checkpointing"), [(False, False), (True, True)])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "alone", "checkpointing", "dtype"),
+    [
+        ("wide", False, False, torch.float32),
+        ("wide", True, True, torch.bfloat16),
+        ("deep", False, False, torch.bfloat16),
+        ("deep", True, True, torch.float32),
+        ("many tokens", False, False, torch.float32),
+        ("many tokens", True, True, torch.bfloat16),
+        ("a large embedding", True, True, torch.float32),
+    ],
+)
 def test_the_peak_of_an_update_is_predicted_within_10_percent(shape, alone, checkpointing, dtype):
     batch = batch_of(2 if alone else 4, 200, 56)
     model = model_of(dtype, **SHAPES[shape])
-    settings = TrainerSettings(
+    settings = training(
         total_steps=1,
         kl="none",
         max_tokens_per_micro_batch=512,
@@ -166,7 +175,7 @@ def test_the_peak_of_an_update_is_predicted_within_10_percent(shape, alone, chec
 
 @pytest.mark.parametrize(
     ("hidden", "mlp", "tokens", "measured"),
-    # Unique tokens in one micro-batch, and GiB at the peak: docs/benchmarks.md, on a GPU.
+    # Unique tokens in one micro-batch, and GiB at the peak: docs/performance.md, on a GPU.
     [(1024, 3072, 1_885, 11.94), (1024, 3072, 15_515, 29.50), (2048, 6144, 15_515, 56.39)],
 )
 def test_compiled_layers_took_on_a_gpu_what_is_predicted(hidden, mlp, tokens, measured):

@@ -8,18 +8,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
+from tests.kit.models import tiny_qwen3
+from tests.training.configured import changed, training
 from tests.training.test_trainer import gradient_of, random_batch, tiny_model
-from tuner.config import load_config
+from tuner.config import RunConfig, load_config
 from tuner.config.algorithms import ADVANTAGES, ALGORITHMS, KLLoss, KLPenalty
-from tuner.runs.stack import selection, trainer_settings
+from tuner.runs.stack import for_trainer, selection
 from tuner.training.batch import build_batch
 from tuner.training.trainer import PolicyTrainer
-from tuner.training.trainer_settings import TrainerSettings
 
-BASE = TrainerSettings(
+BASE = training(
     total_steps=10,
     kl_args=KLLoss(kl_coef=0.1),
     grad_clip=1e9,
@@ -36,11 +36,11 @@ REWARDED = [
 ]
 
 
-def charged(coefficient: float) -> TrainerSettings:
-    return replace(BASE, kl_penalty="k1", kl_penalty_args=KLPenalty(kl_coef=coefficient))
+def charged(coefficient: float) -> RunConfig:
+    return changed(BASE, kl_penalty="k1", kl_penalty_args=KLPenalty(kl_coef=coefficient))
 
 
-def settings_of(algorithm: str, *overrides: str) -> TrainerSettings:
+def settings_of(algorithm: str, *overrides: str) -> RunConfig:
     """What the configuration makes of an algorithm, with nothing else changed."""
     config = load_config(
         overrides=[
@@ -49,7 +49,7 @@ def settings_of(algorithm: str, *overrides: str) -> TrainerSettings:
             *overrides,
         ]
     )
-    return replace(trainer_settings(config, 10, 64), grad_clip=1e9)
+    return changed(for_trainer(config, 10, 64), grad_clip=1e9)
 
 
 def stale(traces):
@@ -86,7 +86,7 @@ def decoupled_loss(model, ref, traces, settings, proximal):
         group = [other.reward for other in traces if other.id.task == item.id.task]
         mean = sum(group) / len(group)
         std = math.sqrt(sum((r - mean) ** 2 for r in group) / (len(group) - 1))
-        advantage = (item.reward - mean) / (std + settings.advantage_spec.epsilon)
+        advantage = (item.reward - mean) / (std + settings.algorithm.advantage.epsilon)
         for one in item.calls:
             ids = torch.tensor([one.prompt_ids + one.completion_ids])
             rows = range(len(one.prompt_ids) - 1, ids.shape[1] - 1)
@@ -100,13 +100,17 @@ def decoupled_loss(model, ref, traces, settings, proximal):
                 if advantage < 0:
                     loss = torch.clamp(loss, max=-advantage * 3)
                 weight = math.exp(old - one.logprobs[i])
-                low, high = settings.rejection or (0, math.inf)
+                low, high = settings.tuner.algorithm.rejection or (0, math.inf)
                 kept = low <= weight <= high
-                bounded = min(weight, settings.importance_cap) if settings.importance_cap else 1
+                bounded = (
+                    min(weight, settings.tuner.algorithm.cap) if settings.tuner.algorithm.cap else 1
+                )
                 loss = loss * bounded * kept
                 loss = (
                     loss
-                    + settings.kl_args.kl_coef * (logp[row, token] - ref_logp[row, token]) ** 2 / 2
+                    + settings.algorithm.kl_loss.kl_coef
+                    * (logp[row, token] - ref_logp[row, token]) ** 2
+                    / 2
                 )
                 total, tokens = total + loss, tokens + 1
     return total / tokens
@@ -116,7 +120,7 @@ def decoupled_loss(model, ref, traces, settings, proximal):
 @pytest.mark.parametrize("rejection", [None, (0.8, 1.3)])
 def test_stale_tokens_are_weighed_by_proximal_over_behaviour(cap, rejection):
     traces = stale(random_batch(0))
-    settings = replace(BASE, importance_cap=cap, rejection=rejection)
+    settings = changed(BASE, importance_cap=cap, rejection=rejection)
     trainer = trainer_at(2, settings)
     batch = build_batch(traces)
     at_start = dict(
@@ -134,7 +138,7 @@ def test_stale_tokens_are_weighed_by_proximal_over_behaviour(cap, rejection):
 
 def test_proximal_log_probs_can_be_interpolated():
     traces = stale(random_batch(1))
-    settings = replace(BASE, proximal="loglinear")
+    settings = changed(BASE, proximal="loglinear")
     trainer = trainer_at(2, settings)
     exact, ref = tiny_model().double(), tiny_model(seed=1).double()
     expected = decoupled_loss(
@@ -152,9 +156,9 @@ def test_proximal_log_probs_can_be_interpolated():
 
 def test_on_policy_the_three_policies_change_nothing_and_take_no_forward_pass(monkeypatch):
     traces = random_batch(2)
-    plain = replace(BASE, importance_cap=None, proximal="recorded")
+    plain = changed(BASE, importance_cap=None, proximal="recorded")
     expected = gradient(trainer_at(0, plain), traces)
-    trainer = trainer_at(0, replace(BASE, rejection=(0.99, 1.01), importance_cap=1.0))
+    trainer = trainer_at(0, changed(BASE, rejection=(0.99, 1.01), importance_cap=1.0))
     passes = []
     compute = trainer.compute_logp
     monkeypatch.setattr(
@@ -169,13 +173,13 @@ def test_on_policy_the_three_policies_change_nothing_and_take_no_forward_pass(mo
 def test_several_updates_keep_the_policy_that_the_step_began_with():
     """The second update of a step is that of a batch whose ratio has left 1."""
     traces = random_batch(3)
-    once, twice = (trainer_at(0, replace(BASE, lr=1e-2, updates=updates)) for updates in (1, 2))
+    once, twice = (trainer_at(0, changed(BASE, lr=1e-2, updates=updates)) for updates in (1, 2))
     batch = build_batch(traces)
     for trainer in (once, twice):
         metrics = trainer.ppo_update(trainer.compute_ref_logp(trainer.compute_advantages(batch)))
         assert trainer.step == 1
     assert metrics["ratio_mean"] != pytest.approx(1.0, abs=1e-3)
-    again = trainer_at(0, replace(BASE, lr=1e-2))
+    again = trainer_at(0, changed(BASE, lr=1e-2))
     scored = again.compute_ref_logp(again.compute_advantages(batch))
     again.ppo_update(scored)
     again.step = 0  # so that the recorded log-probs count as those of the step's beginning
@@ -194,7 +198,7 @@ def test_cuts_order_and_parts_of_a_batch_do_not_change_the_update(algorithm):
     keep = selection(load_config(overrides=[f"algorithm.algorithm_type={algorithm}"]))
     gradients = []
     for order, tokens in ((traces, 10_000), (traces, 1), (traces[::-1], 40)):
-        trainer = trainer_at(0, replace(settings, max_tokens_per_micro_batch=tokens))
+        trainer = trainer_at(0, changed(settings, max_tokens_per_micro_batch=tokens))
         found = []
         trainer.optimizer.step = lambda t=trainer, f=found: f.append(
             torch.cat([p.grad.flatten() for p in t.model.parameters() if p.grad is not None])
@@ -216,7 +220,7 @@ def test_aggregation_weighs_the_loss_of_single_tokens(mode):
         r: sum(n for n, row in zip(lengths, batch.rows, strict=True) if row.rollout == r)
         for r in {row.rollout for row in batch.rows}
     }
-    settings = replace(BASE, aggregation=mode, kl="none")
+    settings = changed(BASE, aggregation=mode, kl="none")
     advantages = trainer_at(0, settings).compute_advantages(batch).advantages_N
     model = tiny_model().double()
     total = 0.0
@@ -241,7 +245,7 @@ def test_aggregation_weighs_the_loss_of_single_tokens(mode):
 def test_penalty_takes_the_distance_to_the_reference_off_the_rewards():
     traces = random_batch(6)
     batch = build_batch(traces)
-    settings = replace(charged(0.3), kl="none", advantage="rloo")
+    settings = changed(charged(0.3), kl="none", advantage="rloo")
     trainer = trainer_at(0, settings)
     ref_logp = trainer.compute_logp(batch, model=trainer.reference)
     rewards = batch.rewards_R.tolist()
@@ -303,25 +307,30 @@ ACTIONS, GOOD = 8, 3
 
 
 def bandit(seed):
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=ACTIONS,
+    return tiny_qwen3(
+        ACTIONS,
+        seed=seed,
         hidden_size=16,
         intermediate_size=16,
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=16,
+        tie_word_embeddings=False,
+        initializer_range=0.02,
     )
-    return Qwen3ForCausalLM(config).float().eval()
 
 
-@pytest.mark.parametrize("algorithm", REWARDED)
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        pytest.param(name, marks=[pytest.mark.learning] * (name not in ("grpo", "ppo")))
+        for name in REWARDED
+    ],
+)
 def test_every_algorithm_raises_the_reward_of_a_bandit(algorithm):
     """Two tokens of eight; the reward is the share of them that are the good one."""
     config = load_config(overrides=[f"algorithm.algorithm_type={algorithm}"])
-    settings = replace(trainer_settings(config, 40, 4096), lr=2e-2)
+    settings = changed(for_trainer(config, 40, 4096), lr=2e-2)
     trainer = PolicyTrainer(bandit(0), settings)
     generator = torch.Generator().manual_seed(0)
     means = []
@@ -359,14 +368,14 @@ def test_topr_compares_with_the_policy_that_sampled_however_old():
     settings = settings_of("topr")
     fresh = gradient(trainer_at(0, settings), traces)
     assert close(gradient(trainer_at(2, settings), stale(traces)), fresh, 1e-12)
-    recomputed = replace(settings, policy_loss="importance_sampling", policy_loss_args=None)
+    recomputed = changed(settings, policy_loss="importance_sampling", policy_loss_args=None)
     trainer = trainer_at(2, recomputed)
     assert not close(gradient(trainer, stale(traces)), fresh, 1e-3)
 
 
 def test_rejected_tokens_are_counted():
     batch = build_batch(stale(random_batch(0)))
-    trainer = trainer_at(2, replace(BASE, rejection=(0.8, 1.3)))
+    trainer = trainer_at(2, changed(BASE, rejection=(0.8, 1.3)))
     weights = (
         torch.cat(trainer.compute_logp(batch))
         - torch.tensor([p for row in batch.rows for p in row.logprobs], dtype=torch.float64)
@@ -393,7 +402,7 @@ def test_calls_with_rewards_of_their_own_pay_their_penalty_themselves():
         for number in range(2)
     ]
     batch = build_batch(traces)
-    trainer = trainer_at(0, replace(charged(1.0), advantage="rloo"))
+    trainer = trainer_at(0, changed(charged(1.0), advantage="rloo"))
     ref_logp = trainer.compute_logp(batch, model=trainer.reference)
     paid = {
         row.call_id: sum(-1.0 - float(r) for r in ref)

@@ -126,8 +126,8 @@ def test_an_advice_says_why_in_a_sentence():
     said = str(LATE.positions(100).best(tokens=160))
     assert said.startswith(
         "4 rollouts from the beginning, 11 ends from before call 2 of each, 160 tokens a task: 3.8 "
-        "times as much from a token as without branches. Getting there takes 18 tokens and going "
-        "on 2, 97% of the return's variance is decided behind it, and 100% of the rollouts get "
+        "times as much from a token as without branches. Getting there takes 18 tokens and the "
+        "rest 2, 97% of the return's variance is decided after it, and 100% of the rollouts get "
     )
     assert said.endswith("(learned from 300 rollouts and 300 forks, 3% of it still unknown)")
 

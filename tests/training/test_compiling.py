@@ -8,11 +8,11 @@ import torch
 
 from tests.engines.models import make_model
 from tests.models.matrix import alone, rows_of
+from tests.training.configured import training
 from tests.training.exact import computed
 from tuner.training.forward import kernels
 from tuner.training.forward.layouts import exact_forward
 from tuner.training.trainer import PolicyTrainer
-from tuner.training.trainer_settings import TrainerSettings
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,11 @@ def without_kernels(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout", "checkpointing"), [("gemma3", "tree", True), ("qwen3", "padded", False)]
+    ("kind", "layout", "checkpointing"),
+    [
+        pytest.param("gemma3", "tree", True, marks=pytest.mark.learning),  # seconds of compiling
+        ("qwen3", "padded", False),
+    ],
 )
 def test_log_probs_and_gradient_are_those_of_layers_that_are_not_compiled(
     kind, layout, checkpointing
@@ -41,10 +45,11 @@ def test_log_probs_and_gradient_are_those_of_layers_that_are_not_compiled(
     assert not any("forward" in vars(layer) for layer in kernels.layers_of(model))
 
 
+@pytest.mark.learning
 def test_it_is_asked_for_in_the_settings_and_trees_of_other_sizes_need_no_other_kernel():
     model = make_model()
-    assert not PolicyTrainer(model, TrainerSettings(total_steps=1))._forward.compiled
-    trainer = PolicyTrainer(model, TrainerSettings(total_steps=1, compile=True))
+    assert not PolicyTrainer(model, training(total_steps=1))._forward.compiled
+    trainer = PolicyTrainer(model, training(total_steps=1, compile=True))
     computed(model, rows_of(60), trainer._forward, 10_000)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert before

@@ -9,14 +9,14 @@ from statistics import mean, stdev
 import pytest
 import torch
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
+from tests.training.configured import training
 from tests.training.test_trainer import tiny_model
 from tuner.runs.metrics import has_signal
 from tuner.traces import Trace
 from tuner.training.advantages import call_normalized
 from tuner.training.batch import build_batch
 from tuner.training.trainer import PolicyTrainer
-from tuner.training.trainer_settings import TrainerSettings
 
 
 def rollout(number: int, reward: float, *calls: tuple[str | None, float | None]) -> Trace:
@@ -38,7 +38,7 @@ def rollout(number: int, reward: float, *calls: tuple[str | None, float | None])
 
 def advantages(traces: list[Trace]) -> dict[str, float]:
     batch = build_batch(traces)
-    trainer = PolicyTrainer(tiny_model(), TrainerSettings(total_steps=1))
+    trainer = PolicyTrainer(tiny_model(), training(total_steps=1))
     values = trainer.compute_advantages(batch).advantages_N.tolist()
     return {row.call_id: value for row, value in zip(batch.rows, values, strict=True)}
 

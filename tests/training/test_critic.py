@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.builders import call, trace
 from tests.engines.models import make_model
+from tests.kit.builders import call, trace
+from tests.training.configured import changed, training
 from tests.training.exact import all_float64
 from tests.training.test_trainer import VOCABULARY, random_batch, tiny_model
 from tests.training.test_turn_discount import agent, short
@@ -20,10 +21,9 @@ from tuner.errors import TrainingError
 from tuner.runs.metrics import has_signal
 from tuner.training.batch import Selection, build_batch
 from tuner.training.trainer import Critic, PolicyTrainer
-from tuner.training.trainer_settings import CriticSettings, TrainerSettings
 
 ALONE = Selection(needs_group=False, lone_rewards=True)
-PPO = TrainerSettings(total_steps=10, advantage="ppo", kl="none", grad_clip=1e9)
+PPO = training(total_steps=10, advantage="ppo", kl="none", grad_clip=1e9)
 
 
 def with_head(critic: Critic, seed: int = 0) -> Critic:
@@ -70,7 +70,7 @@ def test_tree_and_cuts_do_not_change_the_critics_gradient(kind, dtype, tolerance
     for layout, tokens in (("padded", 1), ("tree", 10_000), ("tree", 20), ("packed", 40)):
         model = make_model(kind)
         model = all_float64(model) if dtype == torch.float64 else model
-        settings = replace(PPO, layout=layout, max_tokens_per_micro_batch=tokens)
+        settings = changed(PPO, layout=layout, max_tokens_per_micro_batch=tokens)
         critic = with_head(Critic(model, settings))
         values = torch.cat(critic.values(batch))
         gradient = gradient_of(critic, batch)
@@ -96,7 +96,7 @@ def test_a_value_is_read_before_its_token():
 def test_the_critics_loss_and_gradient_follow_the_formula():
     """mean_t max((V-R)^2, (clip(V)-R)^2) / 2, of rows computed one by one."""
     batch = build_batch(agents(1), selection=ALONE)
-    settings = replace(PPO, critic=CriticSettings(clip=0.1))
+    settings = changed(PPO, critic_clip=0.1)
     critic = with_head(Critic(tiny_model().double(), settings))
     exact = copy.deepcopy(critic.model)
     generator = torch.Generator().manual_seed(0)
@@ -128,7 +128,7 @@ def test_the_critics_loss_and_gradient_follow_the_formula():
 def test_advantages_go_on_through_the_calls_of_a_rollout():
     """The tree of `agent`, token by token; every leaf gains the reward, calls their own too."""
     batch = build_batch([agent(0, 1.0, own=0.25), short(1, 0.5)], selection=ALONE)
-    settings = replace(PPO, advantage_args=PPOAdvantage(gamma=0.9, lam=0.8))
+    settings = changed(PPO, advantage_args=PPOAdvantage(gamma=0.9, lam=0.8))
     trainer = PolicyTrainer(tiny_model().double(), settings)
     with_head(trainer.critic)
     scored = trainer.compute_advantages(batch)
@@ -177,7 +177,7 @@ def test_every_token_pays_for_its_own_distance_to_the_reference():
     batch = build_batch(
         [trace(0, 0, [call("a", [1], [2, 3], [-1, -2])], reward=1.0)], selection=ALONE
     )
-    settings = replace(PPO, kl_penalty="k1", kl_penalty_args=KLPenalty(kl_coef=0.5))
+    settings = changed(PPO, kl_penalty="k1", kl_penalty_args=KLPenalty(kl_coef=0.5))
     trainer = PolicyTrainer(tiny_model(), settings, reference=tiny_model(seed=1))
     ref = trainer.compute_logp(batch, model=trainer.reference)[0].tolist()
     paid = [0.5 * (-1 - ref[0]), 0.5 * (-2 - ref[1])]
@@ -196,7 +196,7 @@ def test_a_group_of_one_is_trained_where_nothing_is_compared_inside_it(advantage
     batch = build_batch(traces, selection=ALONE)
     assert batch.trained_tokens == 4
     assert has_signal(batch, advantage)
-    trainer = PolicyTrainer(tiny_model(), replace(PPO, advantage=advantage))
+    trainer = PolicyTrainer(tiny_model(), changed(PPO, advantage=advantage))
     before = copy.deepcopy(trainer.model.state_dict())
     trainer.ppo_update(trainer.compute_advantages(batch))
     assert not all(torch.equal(before[k], v) for k, v in trainer.model.state_dict().items())
@@ -214,7 +214,7 @@ def test_one_rollout_a_step_is_something_to_learn_from_for_a_critic():
 
 
 def test_while_the_critic_warms_up_the_policy_stays():
-    settings = replace(PPO, critic=CriticSettings(lr=1e-3, warmup=2), lr=1e-2)
+    settings = changed(PPO, critic_lr=1e-3, critic_warmup=2, lr=1e-2)
     trainer = PolicyTrainer(tiny_model(), settings)
     start = copy.deepcopy(trainer.model.state_dict())
     for step in range(3):
@@ -231,11 +231,10 @@ def test_while_the_critic_warms_up_the_policy_stays():
 
 def test_several_updates_of_a_step_keep_its_values_and_returns():
     batch = build_batch(agents(3), selection=ALONE)
-    critic = CriticSettings(lr=1e-2)
-    twice = PolicyTrainer(tiny_model(), replace(PPO, updates=2, critic=critic))
+    twice = PolicyTrainer(tiny_model(), changed(PPO, updates=2, critic_lr=1e-2))
     scored = twice.compute_advantages(batch)
     twice.ppo_update(scored)
-    by_hand = Critic(tiny_model(), replace(PPO, critic=critic))
+    by_hand = Critic(tiny_model(), changed(PPO, critic_lr=1e-2))
     for _ in range(2):
         by_hand.update(batch, scored.values, scored.returns)
     pairs = zip(twice.critic.model.parameters(), by_hand.model.parameters(), strict=True)
@@ -243,7 +242,7 @@ def test_several_updates_of_a_step_keep_its_values_and_returns():
 
 
 def test_saved_critic_goes_on_bit_for_bit(tmp_path):
-    settings = replace(PPO, lr=1e-2, critic=CriticSettings(lr=1e-2))
+    settings = changed(PPO, lr=1e-2, critic_lr=1e-2)
     straight, resumed = PolicyTrainer(tiny_model(), settings), None
     for step in range(4):
         batch = build_batch(agents(step), selection=ALONE)
@@ -264,7 +263,7 @@ def test_saved_critic_goes_on_bit_for_bit(tmp_path):
 
 
 def test_a_trainer_without_a_critic_is_not_taken_up_with_one(tmp_path):
-    PolicyTrainer(tiny_model(), replace(PPO, advantage="rloo")).save(tmp_path / "state.pt")
+    PolicyTrainer(tiny_model(), changed(PPO, advantage="rloo")).save(tmp_path / "state.pt")
     with pytest.raises(TrainingError, match="holds no critic"):
         PolicyTrainer(tiny_model(), PPO).load(tmp_path / "state.pt")
 
@@ -281,7 +280,7 @@ def test_infinite_value_raises_and_leaves_the_critic_alone():
 
 
 def test_only_ppo_has_values():
-    trainer = PolicyTrainer(tiny_model(), replace(PPO, advantage="rloo"))
+    trainer = PolicyTrainer(tiny_model(), changed(PPO, advantage="rloo"))
     assert trainer.critic is None
     with pytest.raises(TrainingError, match="has no critic"):
         trainer.compute_values(build_batch(agents(0), selection=ALONE))
@@ -289,7 +288,7 @@ def test_only_ppo_has_values():
 
 def test_the_critic_learns_what_states_are_worth():
     """Three prompts with rewards of 1, 0 and -1, whatever the answer."""
-    settings = replace(PPO, critic=CriticSettings(lr=1e-2))
+    settings = changed(PPO, critic_lr=1e-2)
     trainer = PolicyTrainer(tiny_model(), settings)
     dice = random.Random(0)
     history = []

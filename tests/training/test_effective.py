@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
+from tests.training.configured import training
 from tests.training.test_trainer import random_batch, tiny_model
 from tuner.errors import TrainingError
 from tuner.training.batch import build_batch
 from tuner.training.likelihood import effective_of, effective_samples, effective_size
 from tuner.training.trainer import PolicyTrainer
-from tuner.training.trainer_settings import TrainerSettings
 
 logs = st.lists(st.floats(-30, 30), min_size=1, max_size=40)
 
@@ -103,7 +103,7 @@ def test_the_order_in_which_rollouts_arrive_changes_nothing():
     traces = random_batch(1)
     mixed = traces[:]
     random.Random(2).shuffle(mixed)
-    model = PolicyTrainer(tiny_model(), TrainerSettings(total_steps=1))
+    model = PolicyTrainer(tiny_model(), training(total_steps=1))
     one, other = (effective_samples(model, build_batch(each)) for each in (traces, mixed))
     for name in ("tokens", "calls", "rollouts"):
         assert getattr(one, name) == getattr(other, name)
@@ -111,7 +111,7 @@ def test_the_order_in_which_rollouts_arrive_changes_nothing():
 
 def test_weights_that_have_moved_make_samples_worth_less_and_long_rollouts_least():
     batch = build_batch(random_batch(3))
-    trainer = PolicyTrainer(tiny_model(), TrainerSettings(total_steps=9, lr=1e-2))
+    trainer = PolicyTrainer(tiny_model(), training(total_steps=9, lr=1e-2))
     before = effective_samples(trainer, batch)
     for _ in range(5):
         trainer.ppo_update(trainer.compute_advantages(batch))
@@ -125,7 +125,7 @@ def test_what_it_has_computed_is_the_proximal_policy_of_the_update():
     and takes no forward pass for them."""
     batch = build_batch(random_batch(4))
     trainers = [
-        PolicyTrainer(copy.deepcopy(tiny_model()), TrainerSettings(total_steps=9, lr=1e-2))
+        PolicyTrainer(copy.deepcopy(tiny_model()), training(total_steps=9, lr=1e-2))
         for _ in range(2)
     ]
     for trainer in trainers:
@@ -158,7 +158,7 @@ def test_samples_of_another_run_are_never_taken_for_those_of_the_same_version(pr
         ("own", proximal, None),
     ):
         batch = build_batch([replace(one, foreign_from=foreign) for one in traces])
-        settings = TrainerSettings(total_steps=9, lr=1e-2, proximal=asked)
+        settings = training(total_steps=9, lr=1e-2, proximal=asked)
         trainer = PolicyTrainer(copy.deepcopy(tiny_model()), settings)
         assert {version for row in batch.rows for version in row.versions} == {trainer.step}
         metrics = trainer.ppo_update(trainer.compute_advantages(batch))

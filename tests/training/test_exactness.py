@@ -14,9 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.builders import call, trace
 from tests.engines.models import VOCABULARY, change_weights
+from tests.kit.builders import call, trace
 from tests.traces.agents import rollouts
+from tests.training.configured import changed, training
 from tests.training.exact import (
     KINDS,
     SAMPLINGS,
@@ -27,16 +28,15 @@ from tests.training.exact import (
 )
 from tests.training.recorded import recorded
 from tests.training.test_algorithms import REWARDED, settings_of
-from tuner.config import load_config
+from tuner.config import RunConfig, load_config
 from tuner.config.algorithms import EntropyLoss
 from tuner.runs.stack import selection
 from tuner.training.batch import Batch, build_batch
 from tuner.training.trainer import PolicyTrainer
-from tuner.training.trainer_settings import TrainerSettings
 
 
-def settings_with_entropy(algorithm: str) -> TrainerSettings:
-    return replace(settings_of(algorithm), entropy=EntropyLoss(entropy_coef=0.01))
+def settings_with_entropy(algorithm: str) -> RunConfig:
+    return changed(settings_of(algorithm), entropy=EntropyLoss(entropy_coef=0.01))
 
 
 def batch_of(algorithm: str, traces) -> Batch:
@@ -93,7 +93,7 @@ def test_updates_on_random_agents(algorithm: str) -> None:
         batch = batch_of(algorithm, traces)
         if not batch.rows:
             return
-        exact = PolicyTrainer(model, TrainerSettings(total_steps=1, kl="none")).compute_logp(batch)
+        exact = PolicyTrainer(model, training(total_steps=1, kl="none")).compute_logp(batch)
         rows = [
             replace(row, logprobs=tuple(float(p) + dice.gauss(0, 0.2) for p in logp))
             for row, logp in zip(batch.rows, exact, strict=True)

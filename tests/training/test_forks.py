@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kit.examples import few
 from tuner.training.advantages import leave_one_out
 from tuner.training.forks import Piece, Point, resolved, tree_advantages
 
@@ -294,7 +295,7 @@ def sampled(rollouts, origins):
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=few(60), deadline=None)
 @given(trees())
 def test_weights_at_each_depth_sum_to_the_number_of_trunks(tree):
     rewards, groups, origins, trunks = tree
@@ -308,7 +309,7 @@ def test_weights_at_each_depth_sum_to_the_number_of_trunks(tree):
         assert sum_ == pytest.approx(trunks[group])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=few(60), deadline=None)
 @given(trees(), st.randoms(use_true_random=False), st.booleans())
 def test_the_order_of_rollouts_does_not_matter(tree, dice, normalized):
     rewards, groups, origins, _ = tree
@@ -329,7 +330,7 @@ def test_the_order_of_rollouts_does_not_matter(tree, dice, normalized):
         assert other.weights[place_] == pytest.approx(weights)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=few(60), deadline=None)
 @given(st.lists(st.lists(st.floats(-3, 3), min_size=2, max_size=9), min_size=1, max_size=4))
 def test_without_branches_it_is_the_leave_one_out_advantage(sets):
     rewards = {(s, r): one for s, values in enumerate(sets) for r, one in enumerate(values)}
@@ -421,7 +422,7 @@ def test_rollouts_that_begin_inside_each_other_are_refused():
 
 
 def test_a_tree_of_two_tasks_is_refused():
-    with pytest.raises(ValueError, match="begins inside one of group task"):
+    with pytest.raises(ValueError, match="branches from one of group task"):
         tree_advantages(REWARDS, GROUPS | {"b": "other"}, ORIGINS, [])
 
 

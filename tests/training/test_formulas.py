@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kit.examples import few
 from tuner.config.algorithms import GRPOAdvantage, PPOLoss
 from tuner.training.advantages import call_normalized, group_std
 from tuner.training.losses import KL_ESTIMATORS, ppo_clip
@@ -16,7 +17,7 @@ finite = st.floats(-5, 5, allow_nan=False)
 
 
 @given(st.lists(st.lists(finite, min_size=2, max_size=5), min_size=1, max_size=4), st.randoms())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=few(50), deadline=None)
 def test_advantage_is_the_reward_normalised_in_its_group(groups, random):
     members = [(g, r) for g, rewards in enumerate(groups) for r in rewards]
     random.shuffle(members)
@@ -46,7 +47,7 @@ def test_group_of_one_has_no_advantage():
 
 
 @given(finite, finite, finite)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=few(200), deadline=None)
 def test_ppo_clip_is_the_dual_clip_formula(logp, old, advantage):
     ratio = math.exp(logp - old)
     loss = max(-ratio * advantage, -min(max(ratio, 0.9), 1.3) * advantage)

@@ -8,10 +8,11 @@ import json
 import pytest
 import torch
 
-from tests.builders import call, trace
 from tests.engines.models import generate_all
 from tests.engines.test_grammar import END, grammars, make_engine, make_model
-from tests.gateway.toy import ids_of
+from tests.kit.builders import call, trace
+from tests.kit.toy import ids_of
+from tests.training.configured import changed, training
 from tests.training.exact import all_float64
 from tuner.config.algorithms import EntropyLoss, KLLoss
 from tuner.engines import SamplingParams
@@ -21,9 +22,8 @@ from tuner.gateway.families.grammars import json_schema
 from tuner.traces.store import trace_from_json, trace_to_json
 from tuner.training.batch import build_batch
 from tuner.training.trainer import PolicyTrainer
-from tuner.training.trainer_settings import TrainerSettings
 
-SETTINGS = TrainerSettings(total_steps=5, kl="none", grad_clip=1e9)
+SETTINGS = training(total_steps=5, kl="none", grad_clip=1e9)
 GRAMMAR = "start: %json " + json_schema(
     {
         "type": "object",
@@ -114,7 +114,7 @@ def test_loss_and_gradient_equal_the_formula_over_the_allowed_tokens(entropy: fl
     expected.backward()
 
     model = all_float64(make_model())
-    settings = dataclasses.replace(
+    settings = changed(
         SETTINGS, entropy=EntropyLoss(entropy_coef=entropy), max_tokens_per_micro_batch=20
     )
     trainer = PolicyTrainer(model, settings, grammars=grammars())
@@ -131,7 +131,7 @@ def test_loss_and_gradient_equal_the_formula_over_the_allowed_tokens(entropy: fl
 async def test_the_reference_is_held_to_the_same_form() -> None:
     engine = make_engine()
     traces = await rollouts(engine, [GRAMMAR, ONE_OF_THREE])
-    settings = dataclasses.replace(SETTINGS, kl="k2", kl_args=KLLoss(kl_coef=0.1))
+    settings = changed(SETTINGS, kl="k2", kl_args=KLLoss(kl_coef=0.1))
     trainer = PolicyTrainer(engine._model, settings, grammars=engine.grammars)
     scored = trainer.compute_ref_logp(trainer.compute_advantages(build_batch(traces)))
     assert trainer.ppo_update(scored)["kl_loss"] == pytest.approx(0.0, abs=1e-9)

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
+from tests.training.configured import training
 from tests.training.test_trainer import random_batch, tiny_model
 from tuner.config.algorithms import KLPenalty
 from tuner.errors import TrainingError
@@ -24,12 +25,11 @@ from tuner.training.likelihood import (
     recorded_update,
 )
 from tuner.training.trainer import PolicyTrainer
-from tuner.training.trainer_settings import TrainerSettings
 
 
 def trainer_of(model=None, **settings):
     return PolicyTrainer(
-        model or tiny_model(), TrainerSettings(total_steps=9, lr=1e-3, **{"kl": "none", **settings})
+        model or tiny_model(), training(total_steps=9, lr=1e-3, **{"kl": "none", **settings})
     )
 
 
@@ -94,7 +94,7 @@ def test_versions_of_other_runs_are_not_taken_for_this_runs():
 def test_too_few_effective_samples_stop_before_anything_changes():
     trainer = trainer_of()
     before = weights(trainer.model)
-    with pytest.raises(TooFewEffective, match=r"step 1: the \d+ recorded tokens are worth \d+ of"):
+    with pytest.raises(TooFewEffective, match=r"the \d+ recorded tokens are worth only \d+ "):
         off_policy_update(trainer, off_policy(random_batch(3), least=0.999))
     assert trainer.step == 0
     assert all(torch.equal(before[name], p) for name, p in weights(trainer.model).items())
@@ -117,7 +117,7 @@ def test_a_distance_taken_off_rewards_is_that_of_the_policy_as_it_is():
     for shift in (0.0, 1.0):
         trainer = PolicyTrainer(
             copy.deepcopy(moved),
-            TrainerSettings(
+            training(
                 total_steps=9,
                 kl="none",
                 kl_penalty="k1",
@@ -181,9 +181,7 @@ class Turn:
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_the_held_out_loss_falls_where_it_is_trained_itself(kind):
     parts = {"advantage": "none", "policy_loss": kind}
-    trainer = PolicyTrainer(
-        tiny_model(), TrainerSettings(total_steps=9, lr=1e-2, kl="none", **parts)
-    )
+    trainer = PolicyTrainer(tiny_model(), training(total_steps=9, lr=1e-2, kl="none", **parts))
     batch = RecordedBatch.of([[Turn((1, 2), (3, 4))], [Turn((1, 2), (5,))]])
     before = held_out_loss(trainer, batch)
     assert weights(trainer.model).keys()

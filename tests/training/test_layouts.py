@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import modeling_flash_attention_utils as flash
 
-from tests.builders import call, trace
 from tests.engines.models import CONFIGS, make_model, prompt
+from tests.kit.builders import call, trace
 from tests.models.shapes import tiny_model
+from tests.training.configured import training
 from tests.training.exact import assert_same_gradient, gradient, row, seeded, small_parts
 from tuner.engines.transformers.model_shape import probe_length
 from tuner.errors import ConfigError, TrainingError
@@ -23,7 +24,6 @@ from tuner.training.forward import layouts as probing
 from tuner.training.forward.layouts import exact_forward
 from tuner.training.forward.rows import packed_logprobs, packs
 from tuner.training.trainer import ModelFlops, PolicyTrainer
-from tuner.training.trainer_settings import TrainerSettings
 
 
 def lines(caplog):
@@ -55,7 +55,7 @@ def test_a_model_that_carries_more_than_keys_from_row_to_row_trains_on_padded_ro
     for layout in ("padded", "packed", "tree"):
         model = make_model(kind)
         with caplog.at_level(logging.WARNING, logger="tuner.training.forward.layouts"):
-            settings = TrainerSettings(total_steps=1, lr=1e-2, kl="none", layout=layout)
+            settings = training(total_steps=1, lr=1e-2, kl="none", layout=layout)
             trainer = PolicyTrainer(model, settings)
         said = lines(caplog)
         assert len(said) == (0 if layout == "padded" else 1)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.engines.models import VOCABULARY, make_model
 from tests.traces.agents import batches
+from tests.training.configured import training
 from tests.training.exact import (
     KINDS,
     SAMPLINGS,
@@ -25,7 +26,6 @@ from tuner.training.batch import build_batch
 from tuner.training.forward.layouts import exact_forward
 from tuner.training.references import AdapterReference
 from tuner.training.trainer import PolicyTrainer
-from tuner.training.trainer_settings import TrainerSettings
 
 CUTS = [("tree", 10_000), ("tree", 17), ("packed", 10_000), ("padded", 40)]
 
@@ -80,7 +80,7 @@ def test_an_adapter_on_the_output_layer_has_its_part_in_the_gradient():
 
 def trainer_of(model, **options):
     return PolicyTrainer(
-        model, TrainerSettings(total_steps=9, lr=1e-2, kl_args=KLLoss(kl_coef=0.1)), **options
+        model, training(total_steps=9, lr=1e-2, kl_args=KLLoss(kl_coef=0.1)), **options
     )
 
 

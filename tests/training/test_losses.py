@@ -6,10 +6,10 @@ import random
 import pytest
 import torch
 
+from tests.training.configured import training
 from tuner.config.algorithms import CISPOLoss, GSPOLoss, OPMDLoss, PPOLoss, SAPOLoss, TOPRLoss
 from tuner.training import losses
-from tuner.training.loss import Tokens, micro_batch_loss
-from tuner.training.trainer_settings import TrainerSettings
+from tuner.training.losses import Tokens, micro_batch_loss
 
 ROWS = [0, 0, 0, 1, 1, 2, 2, 2, 2]
 
@@ -136,8 +136,10 @@ def loss_of_token(logp: float, recorded: float, began: float | None, staleness: 
     def one(value):
         return None if value is None else torch.tensor([value])
 
+    config = training(total_steps=1, kl="none", **settings)
     loss, _, sums = micro_batch_loss(
-        TrainerSettings(total_steps=1, kl="none", **settings),
+        config.algorithm,
+        config.tuner.algorithm,
         Tokens(
             logp_T=torch.tensor([logp], requires_grad=True),
             entropy_T=torch.zeros(1),

@@ -8,17 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.training.configured import changed, training
 from tests.training.exact import all_float64
 from tests.training.test_trainer import gradient_of, random_batch, tiny_model
+from tuner.config import RunConfig
 from tuner.config.algorithms import GSPOLoss
 from tuner.traces import Trace
 from tuner.training.batch import build_batch
 from tuner.training.forward.layouts import whole_calls
 from tuner.training.trainer import PolicyTrainer
-from tuner.training.trainer_settings import TrainerSettings
 
 LONGEST = 16
-SETTINGS = TrainerSettings(total_steps=1, kl="none", grad_clip=1e9, max_completion=LONGEST)
+SETTINGS = training(total_steps=1, kl="none", grad_clip=1e9, max_completion=LONGEST)
 MASKS = ((1, 3), (4, 5))
 
 
@@ -36,7 +37,7 @@ def masked(traces: list[Trace]) -> list[Trace]:
     ]
 
 
-def expected(traces: list[Trace], settings: TrainerSettings) -> torch.Tensor:
+def expected(traces: list[Trace], settings: RunConfig) -> torch.Tensor:
     """The gradient by one forward pass over each call as it was sampled, its tokens masked out."""
     model = all_float64(tiny_model())
     whole = build_batch(traces)
@@ -56,14 +57,14 @@ def expected(traces: list[Trace], settings: TrainerSettings) -> torch.Tensor:
         at = [len(row.prompt_ids) - 1 + i for i in kept]
         logp_T = logp_VT[at, [row.completion_ids[i] for i in kept]]
         log_ratio_T = logp_T - torch.tensor([row.logprobs[i] for i in kept], dtype=torch.float64)
-        if settings.policy_loss == "gspo":
+        if settings.algorithm.policy_loss_fn == "gspo":
             ratio_T = log_ratio_T.mean().exp().expand(len(kept))
         else:
             ratio_T = log_ratio_T.exp()
         loss_T = torch.max(-advantage * ratio_T, -advantage * ratio_T.clamp(0.8, 1.2))
-        if settings.policy_loss == "ppo" and advantage < 0:
-            loss_T = loss_T.clamp(max=-advantage * settings.policy_loss_spec.clip_ratio_c)
-        match settings.aggregation:
+        if settings.algorithm.policy_loss_fn == "ppo" and advantage < 0:
+            loss_T = loss_T.clamp(max=-advantage * settings.algorithm.policy_loss.clip_ratio_c)
+        match settings.algorithm.loss_agg_mode:
             case "seq-mean-token-mean":
                 losses.append(loss_T.mean())
             case "seq-mean-token-sum":
@@ -86,7 +87,7 @@ def expected(traces: list[Trace], settings: TrainerSettings) -> torch.Tensor:
 def test_gradient_is_that_of_the_whole_call_with_tokens_masked_out(policy_loss, aggregation):
     traces = random_batch(7)
     args = GSPOLoss(clip_range=0.2) if policy_loss == "gspo" else None
-    settings = replace(
+    settings = changed(
         SETTINGS, policy_loss=policy_loss, policy_loss_args=args, aggregation=aggregation
     )
     wanted = expected(traces, settings)
@@ -99,7 +100,7 @@ def test_gradient_is_that_of_the_whole_call_with_tokens_masked_out(policy_loss, 
         ("packed", 30),
         ("padded", 30),
     ):
-        given = replace(settings, layout=layout, max_tokens_per_micro_batch=tokens)
+        given = changed(settings, layout=layout, max_tokens_per_micro_batch=tokens)
         trainer = PolicyTrainer(all_float64(tiny_model()), given)
         _, found = gradient_of(trainer.model, trainer, cut)
         assert (found - wanted).norm() < 1e-10 * wanted.norm(), (layout, tokens)
@@ -113,9 +114,9 @@ def test_no_micro_batch_has_a_part_of_a_call():
 
 def test_micro_batches_of_a_loss_that_looks_at_sequences_hold_whole_calls():
     batch = build_batch(masked(random_batch(7)))
-    settings = replace(SETTINGS, max_tokens_per_micro_batch=1)
+    settings = changed(SETTINGS, max_tokens_per_micro_batch=1)
     for policy_loss, whole in (("ppo", False), ("gspo", True)):
-        trainer = PolicyTrainer(tiny_model(), replace(settings, policy_loss=policy_loss))
+        trainer = PolicyTrainer(tiny_model(), changed(settings, policy_loss=policy_loss))
         cuts = trainer._micro_batches(batch)
         assert sorted(i for cut in cuts for i in cut) == list(range(len(batch.rows)))
         places = Counter(call for cut in cuts for call in {int(batch.call_N[i]) for i in cut})

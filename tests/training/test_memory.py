@@ -7,13 +7,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tests.builders import call, trace
 from tests.engines.models import prompt
+from tests.kit.builders import call, trace
+from tests.training.configured import training
 from tuner.config.algorithms import EntropyLoss, KLLoss
 from tuner.training.batch import build_batch
 from tuner.training.forward import head
 from tuner.training.trainer import PolicyTrainer
-from tuner.training.trainer_settings import TrainerSettings
 
 WIDTH = 8
 LAYOUTS = ["tree", "packed", "padded"]
@@ -32,7 +32,7 @@ def trainer_of(layout, vocabulary, *, layers=1, **more):
         head_dim=8,
         tie_word_embeddings=True,
     )
-    settings = TrainerSettings(
+    settings = training(
         total_steps=1,
         kl_args=KLLoss(kl_coef=0.1),
         entropy=EntropyLoss(entropy_coef=0.01),

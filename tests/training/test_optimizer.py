@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from tests.training.configured import training
 from tests.training.test_trainer import random_batch, tiny_model
 from tuner.errors import ConfigError, TrainingError
 from tuner.training.batch import build_batch
 from tuner.training.optimizer import make_optimizer
 from tuner.training.trainer import PolicyTrainer
-from tuner.training.trainer_settings import TrainerSettings
 
 SETTINGS = {"lr": 1e-6, "betas": (0.9, 0.99), "weight_decay": 0.1}
 
@@ -106,7 +106,7 @@ def test_settings_of_the_optimizer_outlive_a_state_that_was_saved_with_others():
 def test_the_state_of_other_weights_is_refused():
     state = make_optimizer(weights(torch.bfloat16), **SETTINGS).state_dict()
     others = make_optimizer(weights(torch.bfloat16, seed=1), **SETTINGS)
-    with pytest.raises(TrainingError, match="masters are not those of the model's weights"):
+    with pytest.raises(TrainingError, match="masters do not match the model's weights"):
         others.load_state_dict(state)
     with pytest.raises(TrainingError, match=r"lower precision than torch\.float32"):
         make_optimizer(weights(torch.float32), **SETTINGS).load_state_dict(state)
@@ -141,7 +141,7 @@ def test_8_bits_without_the_library_are_refused_with_what_to_install(monkeypatch
 
 def bfloat16_trainer(**settings):
     model = tiny_model().bfloat16()
-    return PolicyTrainer(model, TrainerSettings(**{"total_steps": 9, "kl": "none"} | settings))
+    return PolicyTrainer(model, training(**{"total_steps": 9, "kl": "none"} | settings))
 
 
 def whole_gradient(trainer, batch):
@@ -186,7 +186,7 @@ def test_micro_batches_of_a_bfloat16_model_add_up_in_float32(monkeypatch):
 def test_a_bfloat16_trainer_goes_where_the_float32_trainer_goes():
     start = tiny_model().bfloat16().float()
     trainers = [
-        PolicyTrainer(copy.deepcopy(start).to(dtype), TrainerSettings(total_steps=9, lr=1e-5))
+        PolicyTrainer(copy.deepcopy(start).to(dtype), training(total_steps=9, lr=1e-5))
         for dtype in (torch.float32, torch.bfloat16)
     ]
     for step in range(3):
@@ -209,7 +209,7 @@ def test_a_saved_bfloat16_trainer_goes_on_bit_for_bit(tmp_path):
     for batch in batches[:1]:
         straight.ppo_update(straight.compute_advantages(batch))
     straight.save(tmp_path / "state.pt")
-    resumed = PolicyTrainer(copy.deepcopy(straight.model), straight.settings)
+    resumed = PolicyTrainer(copy.deepcopy(straight.model), straight.config)
     resumed.load(tmp_path / "state.pt")
     for batch in batches[1:]:
         for trainer in (straight, resumed):

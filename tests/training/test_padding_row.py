@@ -4,15 +4,15 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.builders import call, trace
 from tests.engines.models import VOCABULARY
+from tests.kit.builders import call, trace
+from tests.training.configured import training
 from tests.training.exact import all_float64, row, weights_of
 from tests.training.test_critic import ALONE, PPO, with_head
 from tuner.runs.models import load_model
 from tuner.training.batch import build_batch
 from tuner.training.forward.layouts import Forward, exact_forward
 from tuner.training.trainer import Critic, PolicyTrainer
-from tuner.training.trainer_settings import TrainerSettings
 
 PAD = 2
 ROWS = [
@@ -100,7 +100,7 @@ def test_an_update_and_a_critics_update_change_the_row(folder):
     critic = with_head(Critic(loaded(folder), PPO))
     values = critic.values(batch)
     critic.update(batch, values, [v + 1 for v in values])
-    settings = TrainerSettings(total_steps=1, advantage="reinforce", kl="none", lr=1e-2)
+    settings = training(total_steps=1, advantage="reinforce", kl="none", lr=1e-2)
     trainer = PolicyTrainer(loaded(folder), settings)
     trainer.ppo_update(trainer.compute_advantages(batch))
     before = loaded(folder).get_input_embeddings().weight

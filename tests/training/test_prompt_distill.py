@@ -9,16 +9,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.builders import call
+from tests.kit.builders import call
+from tests.training.configured import changed, training
 from tests.training.lora import change_adapter, wrapped
 from tests.training.test_trainer import random_batch, tiny_model
 from tuner.config.algorithms import DistillAdvantage
 from tuner.errors import TrainingError
 from tuner.training.batch import Selection, build_batch
 from tuner.training.trainer import PolicyTrainer
-from tuner.training.trainer_settings import TrainerSettings
 
-SETTINGS = TrainerSettings(
+SETTINGS = training(
     total_steps=10,
     lr=1e-2,
     advantage="prompt_distill",
@@ -111,7 +111,7 @@ def test_the_gradient_is_that_of_two_plain_passes_for_each_call(layout, teacher,
     start = tiny_model()
     model = wrapped(copy.deepcopy(start), new=True) if lora else copy.deepcopy(start)
     reference = None if lora else start
-    settings = replace(SETTINGS, layout=layout, prompt_teacher=teacher)
+    settings = changed(SETTINGS, layout=layout, prompt_teacher=teacher)
     trainer = PolicyTrainer(model, settings, reference=reference)
     if lora:
         change_adapter(model)
@@ -132,7 +132,7 @@ def test_the_start_costs_no_further_pass_where_there_is_no_kl_term():
     scored = trainer.compute_ref_logp(trainer.compute_advantages(batch))
     assert trainer.reference is not None
     assert scored.ref_logp is None
-    policy = PolicyTrainer(tiny_model(), replace(SETTINGS, prompt_teacher="policy"))
+    policy = PolicyTrainer(tiny_model(), changed(SETTINGS, prompt_teacher="policy"))
     assert policy.reference is None
 
 
@@ -173,5 +173,5 @@ def test_the_teacher_reads_of_a_masked_call_what_it_sampled_before():
 
 def test_rows_without_a_teachers_prompt_are_not_trained_against_the_student_itself():
     trainer = PolicyTrainer(tiny_model(), SETTINGS)
-    with pytest.raises(TrainingError, match="what the teacher reads before each call"):
+    with pytest.raises(TrainingError, match="the teacher's prompt of each call"):
         trainer.compute_advantages(build_batch(talks(5), selection=ANY_REWARD))

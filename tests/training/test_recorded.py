@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from torch.nn.functional import logsigmoid
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from tests.kit.models import tiny_qwen3
+from tests.training.configured import changed, training
 from tests.training.test_trainer import VOCABULARY, gradient_of, random_batch, tiny_model
 from tuner.config.algorithms import DistillAdvantage, DPOLoss
 from tuner.errors import TrainingError
 from tuner.training.batch import build_batch
 from tuner.training.likelihood import RecordedBatch, recorded_update
 from tuner.training.trainer import PolicyTrainer
-from tuner.training.trainer_settings import TrainerSettings
 
 PREFERENCE = DPOLoss(beta=0.3, label_smoothing=0.1)
-SFT = TrainerSettings(
+SFT = training(
     total_steps=10,
     policy_loss="sft",
     advantage="none",
@@ -28,8 +28,8 @@ SFT = TrainerSettings(
     max_tokens_per_micro_batch=64,
     max_completion=16,
 )
-DPO = replace(SFT, policy_loss="dpo", aggregation="seq-mean-token-sum", policy_loss_args=PREFERENCE)
-DISTILL = replace(
+DPO = changed(SFT, policy_loss="dpo", aggregation="seq-mean-token-sum", policy_loss_args=PREFERENCE)
+DISTILL = changed(
     SFT,
     policy_loss="ppo",
     advantage="on_policy_distill",
@@ -136,7 +136,7 @@ def test_sft_is_the_negative_likelihood_in_float64(mode):
     exact = tiny_model().double()
     wanted = sft_loss(exact, talks, mode)
     wanted.backward()
-    metrics, gradient = update_of(replace(SFT, aggregation=mode), talks)
+    metrics, gradient = update_of(changed(SFT, aggregation=mode), talks)
     assert metrics["loss"] == pytest.approx(float(wanted.detach()), rel=1e-6)
     assert error(gradient, flat_gradient(exact)) < 1e-6
 
@@ -147,7 +147,7 @@ def test_dpo_is_autograds_gradient_in_float64_wherever_pairs_are_cut(max_tokens)
     exact, ref = tiny_model().double(), tiny_model(seed=1).double()
     wanted = dpo_loss(exact, ref, talks, DPO)
     wanted.backward()
-    metrics, gradient = update_of(replace(DPO, max_tokens_per_micro_batch=max_tokens), talks)
+    metrics, gradient = update_of(changed(DPO, max_tokens_per_micro_batch=max_tokens), talks)
     assert metrics["loss"] == pytest.approx(float(wanted.detach()), rel=1e-6)
     assert error(gradient, flat_gradient(exact)) < 1e-6
 
@@ -174,21 +174,21 @@ def test_dpo_reports_rewards_margin_accuracy_and_log_probs():
 def test_the_token_tree_gives_recorded_data_the_gradient_of_one_row_per_turn(settings):
     talks = conversations(3)
     of_tree = update_of(settings, talks, torch.float32)
-    of_rows = update_of(replace(settings, layout="padded"), talks, torch.float32)
+    of_rows = update_of(changed(settings, layout="padded"), talks, torch.float32)
     assert error(of_tree[1], of_rows[1]) < 1e-5
     assert of_tree[0]["loss"] == pytest.approx(of_rows[0]["loss"], rel=1e-5)
 
 
 def test_an_empty_batch_of_recorded_data_is_refused():
     trainer = PolicyTrainer(tiny_model(), SFT)
-    with pytest.raises(TrainingError, match="without a single turn"):
+    with pytest.raises(TrainingError, match="without a turn to train"):
         recorded_update(trainer, RecordedBatch(()))
 
 
 def test_infinite_loss_leaves_the_weights_alone():
     model = tiny_model()
     before = [p.clone() for p in model.parameters()]
-    trainer = PolicyTrainer(model, replace(DPO, policy_loss_args=DPOLoss(beta=float("inf"))))
+    trainer = PolicyTrainer(model, changed(DPO, policy_loss_args=DPOLoss(beta=float("inf"))))
     with pytest.raises(TrainingError, match="not finite"):
         recorded_update(trainer, RecordedBatch.of(conversations(4)))
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
@@ -200,19 +200,9 @@ def test_infinite_loss_leaves_the_weights_alone():
 
 def teacher_model():
     """Of another shape than the student, with its vocabulary."""
-    torch.manual_seed(5)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=128,
-        initializer_range=0.1,
-    )
-    return Qwen3ForCausalLM(config).float().eval()
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    return tiny_qwen3(VOCABULARY, seed=5, **shape, **heads)
 
 
 def distill_trainer(settings, dtype=torch.float64):
@@ -257,7 +247,7 @@ def test_the_token_tree_gives_distillation_the_gradient_of_one_row_per_call():
     traces = random_batch(7)
     found = []
     for layout in ("tree", "padded"):
-        trainer = distill_trainer(replace(DISTILL, layout=layout), torch.float32)
+        trainer = distill_trainer(changed(DISTILL, layout=layout), torch.float32)
         found.append(gradient_of(trainer.model, trainer, traces)[1])
     assert error(*found) < 1e-5
 

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.builders import call, trace
 from tests.engines.models import (
     VOCABULARY,
     change_weights,
@@ -23,7 +22,9 @@ from tests.engines.models import (
 )
 from tests.engines.test_grammar import grammars
 from tests.engines.test_grammar import make_model as make_letters
-from tests.gateway.toy import ids_of
+from tests.kit.builders import call, trace
+from tests.kit.toy import ids_of
+from tests.training.configured import training
 from tuner.engines import SamplingParams
 from tuner.engines.sampling import kept_ids, packed_kept
 from tuner.errors import TrainingError
@@ -31,7 +32,6 @@ from tuner.traces import Call
 from tuner.traces.store import trace_from_json, trace_to_json
 from tuner.training.batch import build_batch
 from tuner.training.trainer import PolicyTrainer
-from tuner.training.trainer_settings import TrainerSettings
 
 SETTINGS = {
     "top-k": {"top_k": 9},
@@ -89,7 +89,7 @@ def by_definition(model, one: Call) -> list[float]:
 async def test_log_probs_after_an_update_are_those_of_the_same_cut_and_penalties(options, layout):
     model = make_model("qwen3")
     traces = await sampled(model, options, masked=((2, 4), (9, 10)))
-    trainer = PolicyTrainer(model, TrainerSettings(total_steps=1, kl="none", layout=layout))
+    trainer = PolicyTrainer(model, training(total_steps=1, kl="none", layout=layout))
     batch = build_batch(traces)
     for row, logp in zip(batch.rows, trainer.compute_logp(batch), strict=True):
         assert logp.tolist() == pytest.approx(row.logprobs, abs=ROUNDING)
@@ -107,7 +107,7 @@ async def test_without_what_was_left_a_cut_is_another_after_an_update():
     traces = await sampled(model, SETTINGS["top-p"])
     change_weights(model, 0.05)
     unknown = [replace(t, calls=tuple(replace(one, kept=()) for one in t.calls)) for t in traces]
-    trainer = PolicyTrainer(model, TrainerSettings(total_steps=1, kl="none"))
+    trainer = PolicyTrainer(model, training(total_steps=1, kl="none"))
     replayed, again = (
         torch.cat(trainer.compute_logp(build_batch(found))) for found in (traces, unknown)
     )
@@ -126,14 +126,14 @@ async def test_only_tokens_whose_set_is_not_known_are_cut_again():
     ]
     change_weights(model, 0.05)
     batch = build_batch(traces)
-    trainer = PolicyTrainer(model, TrainerSettings(total_steps=1, kl="none"))
+    trainer = PolicyTrainer(model, training(total_steps=1, kl="none"))
     for one, logp in zip(traces, trainer.compute_logp(batch), strict=True):
         assert logp.tolist() == pytest.approx(by_definition(model, one.calls[0]), abs=ROUNDING)
 
 
 def test_the_same_token_with_another_kept_set_or_temperature_has_its_own_log_prob():
     model = make_model("qwen3")
-    trainer = PolicyTrainer(model, TrainerSettings(total_steps=1, kl="none"))
+    trainer = PolicyTrainer(model, training(total_steps=1, kl="none"))
     ways = [([5, 6], 1.0), ([5, 7, 8], 1.0), ([5, 6], 1.0), ([5, 6], 2.0)]
     calls = [
         replace(
@@ -151,7 +151,7 @@ def test_the_same_token_with_another_kept_set_or_temperature_has_its_own_log_pro
 
 def test_what_a_masked_call_had_sampled_is_not_the_prompt_of_another():
     model = make_model("qwen3")
-    trainer = PolicyTrainer(model, TrainerSettings(total_steps=1, kl="none"))
+    trainer = PolicyTrainer(model, training(total_steps=1, kl="none"))
     begun = call("a", [1, 2], [5, 6, 7], [-1.0] * 3, presence_penalty=2.0)
     asked = call("b", [1, 2, 5, 6], [7], [-1.0], presence_penalty=2.0)
     calls = [replace(begun, masked=((0, 2),)), asked]
@@ -171,7 +171,7 @@ def test_what_a_masked_call_had_sampled_is_not_the_prompt_of_another():
     ],
 )
 def test_a_damaged_kept_set_is_refused(kept, sentence):
-    trainer = PolicyTrainer(make_model("qwen3"), TrainerSettings(total_steps=1, kl="none"))
+    trainer = PolicyTrainer(make_model("qwen3"), training(total_steps=1, kl="none"))
     calls = [replace(call(str(i), [1, 2], [5], [-1.0], top_k=3), kept=(kept,)) for i in (0, 1)]
     batch = build_batch([trace(0, i, [one], reward=float(i)) for i, one in enumerate(calls)])
     with pytest.raises(TrainingError, match=sentence):
@@ -179,7 +179,7 @@ def test_a_damaged_kept_set_is_refused(kept, sentence):
 
 
 def test_a_token_that_completes_a_bad_word_is_refused():
-    trainer = PolicyTrainer(make_model("qwen3"), TrainerSettings(total_steps=1, kl="none"))
+    trainer = PolicyTrainer(make_model("qwen3"), training(total_steps=1, kl="none"))
     calls = [call(str(i), [1], [4, 5], [-1.0, -1.0], bad_words=((4, 5),)) for i in (0, 1)]
     batch = build_batch([trace(0, i, [one], reward=float(i)) for i, one in enumerate(calls)])
     with pytest.raises(TrainingError, match="call '0': token 1 is 5, which completes one of its"):
@@ -193,7 +193,7 @@ def test_a_call_with_fewer_kept_sets_than_tokens_is_invalid():
 
 def test_a_masked_call_within_a_grammar_is_replayed_from_its_beginning():
     model, text = make_letters(), ids_of("abc")
-    trainer = PolicyTrainer(model, TrainerSettings(total_steps=1, kl="none"), grammars=grammars())
+    trainer = PolicyTrainer(model, training(total_steps=1, kl="none"), grammars=grammars())
     whole = call("a", ids_of("hi"), text, [0.0] * 3, grammar='start: "abc" | "ad" | "xe"')
     all_three, rest = (
         trainer.compute_logp(

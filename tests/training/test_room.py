@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from tests.engines.models import make_model, prompt
+from tests.training.configured import training
 from tests.training.exact import row
 from tuner.errors import TrainingError
 from tuner.training.batch import Batch
 from tuner.training.forward.layouts import Forward
 from tuner.training.trainer import PolicyTrainer
-from tuner.training.trainer_settings import TrainerSettings
 
 ROWS = [row(prompt(200, n // 2), prompt(60, 90 + n)) for n in range(8)]
 
@@ -49,7 +49,7 @@ def room(monkeypatch):
 
 
 def settings(**changed):
-    return TrainerSettings(
+    return training(
         total_steps=5, layout="padded", max_tokens_per_micro_batch=4096, kl="none", **changed
     )
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
 from tuner.errors import TrainingError
 from tuner.runs.metrics import batch_metrics, has_signal
 from tuner.training.batch import Overlong, Selection, build_batch

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from docs.tables import CONFIGURATION
+from docs.tables import REFERENCE
+from tests.training.configured import changed, training
 from tests.training.test_trainer import random_batch, tiny_model
 from tuner.config.algorithms import ADVANTAGES, POLICY_LOSSES, EntropyLoss, KLLoss, KLPenalty
 from tuner.config.keys import schema_paths
+from tuner.config.schema import AlgorithmSection
 from tuner.training.batch import build_batch
 from tuner.training.losses import dpo
 from tuner.training.trainer import PolicyTrainer
-from tuner.training.trainer_settings import TrainerSettings
 
 PARTS = {
     **{("advantage_fn", name): part for name, part in ADVANTAGES.items()},
@@ -40,10 +39,9 @@ def watched(part, read):
     return Watched(**given | ({"entropy_coef": 0.1} if part is EntropyLoss else {}))
 
 
-def update(monkeypatch, settings, advantage, policy_loss):
-    """One update with these arguments in place of the settings' own."""
-    monkeypatch.setattr(TrainerSettings, "advantage_spec", property(lambda _: advantage))
-    monkeypatch.setattr(TrainerSettings, "policy_loss_spec", property(lambda _: policy_loss))
+def update(monkeypatch, settings, part, args):
+    """One update with the arguments of one part in place of the configuration's."""
+    monkeypatch.setattr(AlgorithmSection, part, property(lambda _: args))
     trainer = PolicyTrainer(tiny_model(), settings, teacher=tiny_model(seed=1))
     batch = build_batch(random_batch(0), teacher_prompt=lambda call: (1, *call.prompt_ids))
     trainer.ppo_update(trainer.compute_ref_logp(trainer.compute_advantages(batch)))
@@ -52,7 +50,7 @@ def update(monkeypatch, settings, advantage, policy_loss):
 @pytest.mark.parametrize(("key", "name"), PARTS)
 def test_every_argument_is_a_documented_key_and_is_read_by_its_function(key, name, monkeypatch):
     part, read = PARTS[key, name], set()
-    page = CONFIGURATION.read_text(encoding="utf-8")
+    page = (REFERENCE / "configuration.md").read_text(encoding="utf-8")
     for field, info in part.model_fields.items():
         path = f"algorithm.{key}_args.{field}"
         assert path in schema_paths()
@@ -62,28 +60,16 @@ def test_every_argument_is_a_documented_key_and_is_read_by_its_function(key, nam
     if not part.model_fields:
         return
     args = watched(part, read)
-    settings = TrainerSettings(total_steps=1, kl="k2", kl_penalty="k1")
-    advantage, policy_loss = settings.advantage_spec, settings.policy_loss_spec
+    settings = training(total_steps=1, kl="k2", kl_penalty="k1")
     if name == "dpo":
         dpo(torch.tensor([1.0]), torch.tensor([0.5]), args)
     else:
-        match key:
-            case "advantage_fn":
-                settings, advantage = replace(settings, advantage=name), args
-            case "policy_loss_fn":
-                settings, policy_loss = replace(settings, policy_loss=name), args
-            case "kl_penalty_fn":
-                settings = replace(settings, kl_penalty_args=args)
-            case "kl_loss_fn":
-                settings = replace(settings, kl_args=args)
-            case "entropy_loss_fn":
-                settings = replace(settings, entropy=args)
-        update(monkeypatch, settings, advantage, policy_loss)
+        if key in ("advantage_fn", "policy_loss_fn"):
+            settings = changed(settings, **{key.removesuffix("_fn"): name})
+        update(monkeypatch, settings, key.removesuffix("_fn"), args)
     assert read == set(part.model_fields)
 
 
 def test_an_argument_of_another_part_is_refused():
-    with pytest.raises(ValueError, match="gspo takes GSPOLoss, not PPOLoss"):
-        TrainerSettings(total_steps=1, policy_loss="gspo", policy_loss_args=POLICY_LOSSES["ppo"]())
     with pytest.raises(ValueError, match="clip_range"):
         POLICY_LOSSES["sapo"](clip_range=0.1)

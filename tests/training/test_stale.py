@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
 from tuner.training.batch import build_batch
 
 

@@ -7,13 +7,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.engines.models import make_model
+from tests.training.configured import training
 from tests.training.exact import model_of, row
 from tests.training.test_trainer import random_batch, tiny_model
 from tuner.traces import TokenTree
 from tuner.training.batch import build_batch
 from tuner.training.forward.tree_pass import tree_logprobs
 from tuner.training.trainer import ModelFlops, PolicyTrainer, Throughput, peak_flops
-from tuner.training.trainer_settings import TrainerSettings
 
 ROWS = [row((3, 10, 17), (24, 31)), row((3, 10, 17), (24, 38, 45)), row((3, 10), (52, 3))]
 
@@ -89,7 +89,7 @@ def test_mfu_is_flops_over_seconds_over_the_peak():
 
 
 def test_an_update_reports_tokens_per_second_and_on_a_cpu_no_mfu():
-    trainer = PolicyTrainer(tiny_model(), TrainerSettings(total_steps=1, kl="none"))
+    trainer = PolicyTrainer(tiny_model(), training(total_steps=1, kl="none"))
     batch = build_batch(random_batch(0))
     metrics = trainer.ppo_update(trainer.compute_advantages(batch))
     ratio = metrics["row_tokens_per_second"] / metrics["unique_tokens_per_second"]

@@ -6,35 +6,22 @@ import random
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
+from tests.kit.models import tiny_qwen3
+from tests.training.configured import changed, training
 from tuner.config.algorithms import EntropyLoss, KLLoss
 from tuner.errors import TrainingError
 from tuner.traces import Outcome
 from tuner.training.batch import build_batch
 from tuner.training.optimizer import lr_factor
 from tuner.training.trainer import PolicyTrainer
-from tuner.training.trainer_settings import TrainerSettings
 
 VOCABULARY = 53
 
 
 def tiny_model(seed=0):
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        initializer_range=0.1,
-    )
-    return Qwen3ForCausalLM(config).float().eval()
+    return tiny_qwen3(VOCABULARY, seed=seed)
 
 
 def random_batch(seed, samplings=({},)):
@@ -77,7 +64,7 @@ def reference_loss(model, ref, traces, settings):
         mean = sum(rewards) / len(rewards)
         std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
         for item in group:
-            advantage = (item.reward - mean) / (std + settings.advantage_spec.epsilon)
+            advantage = (item.reward - mean) / (std + settings.algorithm.advantage.epsilon)
             for one in item.calls:
                 ids = torch.tensor([one.prompt_ids + one.completion_ids])
                 heat = one.sampling.temperature
@@ -90,21 +77,22 @@ def reference_loss(model, ref, traces, settings):
                     row = len(one.prompt_ids) + i - 1
                     ratio = torch.exp(logp[row, token] - old)
                     clipped = ratio.clamp(
-                        1 - settings.policy_loss_spec.low, 1 + settings.policy_loss_spec.high
+                        1 - settings.algorithm.policy_loss.low,
+                        1 + settings.algorithm.policy_loss.high,
                     )
                     loss = torch.max(-advantage * ratio, -advantage * clipped)
                     if advantage < 0:
                         loss = torch.clamp(
-                            loss, max=-advantage * settings.policy_loss_spec.clip_ratio_c
+                            loss, max=-advantage * settings.algorithm.policy_loss.clip_ratio_c
                         )
                     loss = (
                         loss
-                        + settings.kl_args.kl_coef
+                        + settings.algorithm.kl_loss.kl_coef
                         * (logp[row, token] - ref_logp[row, token]) ** 2
                         / 2
                     )
                     entropy = -(logp[row].exp() * logp[row]).sum()
-                    total = total + loss - settings.entropy.entropy_coef * entropy
+                    total = total + loss - settings.algorithm.entropy_loss.entropy_coef * entropy
                     tokens += 1
     return total / tokens
 
@@ -120,7 +108,7 @@ def gradient_of(model, trainer, traces):
     return metrics["loss"], gradients[0]
 
 
-SETTINGS = TrainerSettings(
+SETTINGS = training(
     total_steps=10,
     kl_args=KLLoss(kl_coef=0.1),
     entropy=EntropyLoss(entropy_coef=0.02),
@@ -149,7 +137,7 @@ def test_where_micro_batches_are_cut_does_not_change_the_gradient():
     traces = random_batch(3)
     gradients = []
     for tokens in (1, 40, 10_000):
-        settings = TrainerSettings(**{**vars(SETTINGS), "max_tokens_per_micro_batch": tokens})
+        settings = changed(SETTINGS, max_tokens_per_micro_batch=tokens)
         model = tiny_model()
         trainer = PolicyTrainer(model, settings, reference=tiny_model(seed=1))
         gradients.append(gradient_of(model, trainer, traces)[1])
@@ -162,7 +150,7 @@ def test_order_of_arrival_does_not_change_the_update():
     weights = []
     for order in (traces, traces[::-1]):
         model = tiny_model()
-        trainer = PolicyTrainer(model, TrainerSettings(total_steps=1, lr=1e-2))
+        trainer = PolicyTrainer(model, training(total_steps=1, lr=1e-2))
         trainer.ppo_update(trainer.compute_ref_logp(trainer.compute_advantages(build_batch(order))))
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.equal(*weights)
@@ -187,16 +175,14 @@ def test_truncated_sampling_is_recomputed_as_it_was_sampled(cut):
     batch = build_batch(
         [trace(0, i, [call(str(i), prompt, [token], [expected], **cut)], reward=i) for i in (0, 1)]
     )
-    trainer = PolicyTrainer(model, TrainerSettings(total_steps=1, kl="none"))
+    trainer = PolicyTrainer(model, training(total_steps=1, kl="none"))
     assert trainer.compute_logp(batch)[0].tolist() == pytest.approx([expected], abs=1e-5)
     assert trainer.ppo_update(trainer.compute_advantages(batch))["logprob_mismatch_max"] < 1e-5
 
 
 def test_rewarded_tokens_become_more_probable_and_the_reference_stays():
     model = tiny_model()
-    trainer = PolicyTrainer(
-        model, TrainerSettings(total_steps=5, lr=1e-2, kl_args=KLLoss(kl_coef=0.01))
-    )
+    trainer = PolicyTrainer(model, training(total_steps=5, lr=1e-2, kl_args=KLLoss(kl_coef=0.01)))
 
     def two_rollouts(logp):
         good, bad = call("g", [1, 2], [3, 4], logp[0]), call("b", [1, 2], [5, 6], logp[1])
@@ -214,7 +200,7 @@ def test_rewarded_tokens_become_more_probable_and_the_reference_stays():
 
 
 def test_saved_trainer_goes_on_bit_for_bit(tmp_path):
-    settings = TrainerSettings(total_steps=6, lr=1e-2, lr_scheduler="cosine", warmup_steps=2)
+    settings = training(total_steps=6, lr=1e-2, lr_scheduler="cosine", warmup_steps=2)
     straight = PolicyTrainer(tiny_model(), settings)
     resumed = None
     for step in range(4):
@@ -234,7 +220,7 @@ def test_saved_trainer_goes_on_bit_for_bit(tmp_path):
 
 def test_infinite_gradient_raises_and_leaves_the_weights_alone():
     model = tiny_model()
-    trainer = PolicyTrainer(model, TrainerSettings(total_steps=1, kl="none"))
+    trainer = PolicyTrainer(model, training(total_steps=1, kl="none"))
     batch = build_batch(random_batch(0))
     with torch.no_grad():
         model.model.norm.weight.fill_(float("inf"))

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engines.models import make_model
+from tests.kit.examples import few
 from tests.traces.agents import Ids, batches
 from tuner.traces import TokenTree
 from tuner.training.forward.tree_pass import PassCost, tree_cuts
@@ -28,7 +29,7 @@ def test_every_row_is_in_one_tree_and_no_tree_is_over_the_budget(rows, max_token
         assert nodes <= max_tokens or len(cut) == 1
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=few(60))
 @given(rows=batches.filter(lambda rows: 0 < len(rows) <= 7), cost=costs, data=st.data())
 def test_no_other_cuts_of_the_sorted_rows_cost_less(rows, cost, data):
     max_tokens = data.draw(st.integers(1, 60))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engines.models import VOCABULARY, prompt
-from tests.gateway.toy import ids_of
+from tests.kit.toy import ids_of
 from tests.traces.agents import batches
 from tests.training import exact
 from tests.training import test_grammar as grammar

@@ -10,14 +10,14 @@ from statistics import mean
 import pytest
 import torch
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
+from tests.training.configured import training
 from tests.training.test_trainer import random_batch, tiny_model
 from tuner.config.algorithms import TURN_DISCOUNTED, GRPOAdvantage, KLPenalty
 from tuner.runs.metrics import has_signal
 from tuner.traces import Trace
 from tuner.training.batch import Selection, build_batch
 from tuner.training.trainer import PolicyTrainer
-from tuner.training.trainer_settings import TrainerSettings
 
 S, T, U, V = 10, 20, 30, 40
 LONE = Selection(lone_rewards=True)
@@ -49,7 +49,7 @@ def short(number: int, reward: float) -> Trace:
 
 def advantages(traces: list[Trace], selection: Selection = LONE, **settings) -> dict[str, float]:
     batch = build_batch(traces, selection=selection)
-    trainer = PolicyTrainer(tiny_model(), TrainerSettings(total_steps=1, **settings))
+    trainer = PolicyTrainer(tiny_model(), training(total_steps=1, **settings))
     values = trainer.compute_advantages(batch).advantages_N.tolist()
     return {row.call_id: value for row, value in zip(batch.rows, values, strict=True)}
 
@@ -123,7 +123,7 @@ def test_a_call_pays_for_its_own_distance_to_the_reference():
     """And those before it pay a discounted share, as it is part of what they led to."""
     traces = [agent(0, 1.0), short(1, 0.0)]
     batch = build_batch(traces, selection=LONE)
-    settings = TrainerSettings(
+    settings = training(
         total_steps=1,
         advantage="reinforce",
         turn_discount=0.5,

@@ -11,11 +11,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.training import test_grammar as grammar
+from tests.training.configured import training
 from tests.training.test_trainer import random_batch, tiny_model
 from tuner.config.algorithms import EntropyLoss
 from tuner.training.batch import build_batch
 from tuner.training.trainer import PolicyTrainer
-from tuner.training.trainer_settings import TrainerSettings
 
 WAITING = {
     "_local_scalar_dense",
@@ -76,7 +76,7 @@ OF_A_STEP = ["_local_scalar_dense"] * 2
 )
 def test_micro_batches_follow_each_other_without_waiting(settings):
     numbers = {"total_steps": 3, "max_tokens_per_micro_batch": 40} | settings
-    trainer = PolicyTrainer(tiny_model(), TrainerSettings(**numbers))
+    trainer = PolicyTrainer(tiny_model(), training(**numbers))
     batch = stale(build_batch(random_batch(0, samplings=SAMPLINGS)))
     scored = trainer.compute_ref_logp(trainer.compute_advantages(batch))
     assert len(trainer._micro_batches(batch)) > 3

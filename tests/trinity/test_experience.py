@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.builders import call
+from tests.kit.builders import call
 from tuner.trinity.experience import merged, one_per_call
 
 

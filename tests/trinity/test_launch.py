@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
 from tuner.config.schema import TunerSection
 from tuner.errors import ConfigError, DatasetError, FunctionError, TrainingError
 from tuner.traces import Outcome, RolloutId

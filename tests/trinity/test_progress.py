@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
 from tuner.errors import FunctionError, TrainingError
 from tuner.runs.directory import RunDirectory
 from tuner.traces import Outcome, TraceStore

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
 from tuner.config.source import MASK
 from tuner.errors import ConfigError
 from tuner.runs.directory import RunDirectory

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
 from tuner.errors import FunctionError, TrainingError
 from tuner.runs.console import ConsoleMonitor
 from tuner.runs.directory import RunDirectory

@@ -1,8 +1,8 @@
 """Configurations as dataclasses that users derive from, by AReaL's names; and reading them.
 
 Each setting is one of `tuner.config`, which is what the run gets (`GRPOConfig.run_config`): there
-is no second place where a default or a check lives. What has no field of its own goes into `tuner`,
-by the names of docs/configuration.md. They are read and checked before PyTorch is imported.
+is no second place where a default or a check lives. Other settings go into `tuner`, by the names of
+docs/reference/configuration.md. They are read and checked before PyTorch is imported.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -21,6 +22,7 @@ from pydantic_core import ErrorDetails
 
 from tuner.areal.hyperparameters import GenerationHyperparameters, setting
 from tuner.config import RunConfig, load_config
+from tuner.config.foreign import read_table
 from tuner.config.source import parse_override, read_yaml
 from tuner.errors import ConfigError
 
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from tuner.areal.shared_run import Run
 
 
-class _Part:
+class _RunSection:
     """A section; it knows the run that its configuration describes."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -37,7 +39,7 @@ class _Part:
 
     @property
     def run(self) -> Run:
-        """What the actor and the rollout engine of one configuration share.
+        """The run that the actor and the rollout engine of one configuration share.
 
         Raises:
             ConfigError: The section was made alone.
@@ -65,7 +67,7 @@ class OptimizerConfig:
 
 
 @dataclass
-class PPOActorConfig(_Part):
+class PPOActorConfig(_RunSection):
     """`actor`: the model and how it is trained."""
 
     path: str = setting("", "folder or Hub name of the model; empty: tuner's tiny one")
@@ -81,7 +83,7 @@ class PPOActorConfig(_Part):
 
 
 @dataclass
-class InferenceEngineConfig(_Part):
+class InferenceEngineConfig(_RunSection):
     """`rollout`: running workflows."""
 
     max_concurrent_rollouts: int = setting(16, "rollouts that run at the same time")
@@ -148,48 +150,19 @@ class GRPOConfig:
         limit: int | None = self.gconfig.max_new_tokens
         if limit == GenerationHyperparameters().max_new_tokens:
             limit = None  # the room that is left
-        given: dict[str, Any] = {
-            "project": self.experiment_name,
-            "name": self.trial_name,
-            "checkpoint_root_dir": self.fileroot,
-            "model.model_path": actor.path,
-            "model.temperature": self.gconfig.temperature,
-            "model.top_p": self.gconfig.top_p,
-            "model.top_k": self.gconfig.top_k,
+        table = read_table(Path(__file__).with_name("areal_keys.yaml"))
+        selector = "buffer.explorer_input.taskset.data_selector"
+        given: dict[str, Any] = {key: attrgetter(field)(self) for field, key in table.items()} | {
             "model.max_response_tokens": limit,
             "algorithm.repeat_times": max(2, self.gconfig.n_samples),
-            "algorithm.optimizer.lr": optimizer.lr,
-            "algorithm.optimizer.weight_decay": optimizer.weight_decay,
             "algorithm.optimizer.betas": [optimizer.beta1, optimizer.beta2],
-            "algorithm.optimizer.lr_scheduler_type": optimizer.lr_scheduler_type,
-            "algorithm.optimizer.min_lr_ratio": optimizer.min_lr_ratio,
-            "algorithm.optimizer.lr_warmup_steps_ratio": optimizer.warmup_steps_proportion,
-            "algorithm.policy_loss_fn_args.clip_range_low": actor.eps_clip,
             "algorithm.policy_loss_fn_args.clip_range_high": higher,
-            "algorithm.policy_loss_fn_args.clip_ratio_c": actor.c_clip,
             "algorithm.kl_loss_fn": "none",
             "algorithm.kl_penalty_fn": "k1" if actor.kl_ctl else "none",
             "algorithm.kl_penalty_fn_args.kl_coef": actor.kl_ctl or None,
-            "trainer.grad_clip": optimizer.gradient_clipping,
-            "trainer.max_token_len_per_gpu": actor.max_tokens_per_mb,
-            "buffer.batch_size": self.train_dataset.batch_size,
-            "buffer.total_epochs": self.total_train_epochs,
             "buffer.explorer_input.taskset.path": self.train_dataset.path or None,
-            "buffer.explorer_input.taskset.data_selector.selector_type": (
-                "shuffle" if self.train_dataset.shuffle else "sequential"
-            ),
-            "buffer.explorer_input.taskset.data_selector.seed": self.seed,
-            "explorer.runner_per_model": self.rollout.max_concurrent_rollouts,
-            "explorer.max_timeout": self.rollout.request_timeout,
-            "explorer.max_retry_times": self.rollout.request_retries,
-            "synchronizer.sync_offset": self.rollout.max_head_offpolicyness,
-            "tuner.seed": self.seed,
-            "tuner.algorithm.reward_scale": actor.reward_scaling,
-            "tuner.algorithm.reward_bias": actor.reward_bias,
-            "tuner.algorithm.importance_cap": actor.behav_imp_weight_cap,
-            "tuner.algorithm.success_rate_lb": self.success_rate_lb,
-            "tuner.algorithm.success_rate_ub": self.success_rate_ub,
-            "tuner.algorithm.turn_discount": self.turn_discount,
+            f"{selector}.selector_type": "shuffle" if self.train_dataset.shuffle else "sequential",
+            f"{selector}.seed": self.seed,
         }
         settings = OmegaConf.create({})
         for key, value in given.items():
@@ -200,7 +173,7 @@ class GRPOConfig:
 
 
 class AgentExperiment:
-    """What a configuration whose `agent` and `env` are properties derives from as well."""
+    """Second base class of a configuration whose `agent` and `env` are properties."""
 
     @property
     def agent(self) -> AgentAbstraction:
@@ -281,7 +254,7 @@ def load_expr_config(argv: Sequence[str], config_class: type[ConfigT]) -> tuple[
 
 
 def _sentence(problem: ErrorDetails, known: Sequence[str]) -> str:
-    """What is wrong with a setting, and what to do."""
+    """The problem of a setting, and what to do."""
     key = ".".join(map(str, problem["loc"]))
     if problem["type"] == "unexpected_keyword_argument":
         meant = get_close_matches(key, known, n=1)

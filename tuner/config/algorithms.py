@@ -141,7 +141,7 @@ class OPMDAdvantage(AdvantageArgs):
     """Rewards less a mean, or a soft maximum."""
 
     opmd_baseline: OPMDBaseline = Field(
-        default="mean", description="What rewards are compared with (mean). For opmd."
+        default="mean", description="The value that rewards are compared with (mean). For opmd."
     )
     tau: float = Field(default=1.0, gt=0, description="Temperature of `logavgexp` (1). For opmd.")
 
@@ -165,18 +165,19 @@ class BestOfGroupAdvantage(AdvantageArgs):
 
 
 class TreeAdvantage(AdvantageArgs):
-    """Rewards of the rollouts that go on from a token, less those that went on otherwise."""
+    """Rewards of the rollouts that continue a token, less those of rollouts that took another."""
 
     normalize: TreeNorm = Field(
         default="none",
-        description="What is divided by its standard deviation: those that began at one point "
-        "(`forks`), at the beginning (`trunks`), or `all`; the gradient is then biased. For tree.",
+        description="Rewards that are divided by their standard deviation: those that began at "
+        "one point (`forks`), at the beginning (`trunks`), or `all`; the gradient is then "
+        "biased. For tree.",
     )
     epsilon: _Epsilon = 1e-6
 
 
 class DistillAdvantage(AdvantageArgs):
-    """What a teacher says of each token."""
+    """A teacher's log-prob of each token, less the student's."""
 
     needs_group = False
     needs_reward = False
@@ -189,7 +190,7 @@ class DistillAdvantage(AdvantageArgs):
 
 
 class NoAdvantage(AdvantageArgs):
-    """Of algorithms that make no rollouts."""
+    """For algorithms that make no rollouts."""
 
 
 ADVANTAGES: Mapping[AdvantageName, type[AdvantageArgs]] = {
@@ -313,7 +314,7 @@ class SAPOLoss(PolicyLossArgs):
 
 
 class OPMDLoss(PolicyLossArgs):
-    """Whoever sampled the token."""
+    """No ratio: the policy that sampled the token does not matter."""
 
     tau: float = Field(
         default=1.0, ge=0, description="The loss is divided by 1 + tau (1). For opmd."
@@ -336,11 +337,11 @@ class ImportanceSamplingLoss(PolicyLossArgs):
 
 
 class SFTLoss(PolicyLossArgs):
-    """What was sampled is imitated."""
+    """Imitation of the sampled tokens."""
 
 
 class DPOLoss(PolicyLossArgs):
-    """Of two answers one is preferred."""
+    """A preference between two answers."""
 
     beta: float = Field(
         default=0.1,
@@ -440,7 +441,7 @@ class Algorithm:
         summary: One line for people.
         policy_loss_args: Defaults that differ from the loss's own.
         dynamic_sampling: Whether groups whose rewards are all equal are left out.
-        recorded: What it is trained on instead of rollouts; its parts cannot be exchanged.
+        recorded: The data that it trains on instead of rollouts; its parts cannot be exchanged.
     """
 
     summary: str

@@ -1,11 +1,11 @@
-"""What a key of Trinity-RFT that the local backend has no use for may be set to.
+"""Values that keys of Trinity-RFT may have where the local backend does not use them.
 
 The rules are data, in `foreign_keys.yaml`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ class Foreign:
         path: Dotted path of the key.
         accepts: Values under which the local backend does what is asked; None where no value can
             change what the run does.
-        why: What the key is about and why there is nothing to set here.
+        why: The subject of the key, and why there is nothing to set here.
     """
 
     path: str
@@ -109,10 +109,15 @@ def _equal(value: Any, wanted: Any) -> bool:
     return bool(value == wanted) or str(value) == str(wanted)
 
 
-def _read(text: str) -> Iterator[Foreign]:
-    """The rules, each key by its whole path, in the order in which they count."""
+def read_table(path: Path) -> Any:
+    """A table of rules that comes with the package."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    for section in yaml.load(text, Loader=loader):
+    return yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
+
+
+def _read(table: Iterable[Any]) -> Iterator[Foreign]:
+    """The rules, each key by its whole path, in the order in which they count."""
+    for section in table:
         prefix = f"{section['under']}." if section["under"] else ""
         for rule in section["rules"]:
             for key in rule["keys"]:
@@ -130,7 +135,7 @@ def _accepts(given: Any) -> Accepts:
             return Values(tuple(given))
 
 
-FOREIGN: tuple[Foreign, ...] = tuple(_read(RULES.read_text(encoding="utf-8")))
+FOREIGN: tuple[Foreign, ...] = tuple(_read(read_table(RULES)))
 
 
 def find_foreign(path: str) -> Foreign | None:

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, as sentences."""
+"""Problems of a configuration as sentences; names of keys; model paths."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def describe(error: ValidationError, model: type[BaseModel], known: Sequence[str
     """One problem for each key that pydantic refused.
 
     Args:
-        error: What pydantic found.
+        error: Pydantic's findings.
         model: The class that was validated.
         known: Dotted paths of its fields; `*` stands for an index or a name.
     """
@@ -181,7 +181,7 @@ def split_keys(tree: dict[str, Any]) -> SplitKeys:
 
 
 def _own(tree: Any, section: type[Section] | None, prefix: str, split: SplitKeys) -> Any:
-    """What the schema has of a section's tree; the rest goes into `split`."""
+    """The part of a section's tree that the schema has; the rest goes into `split`."""
     if section is None or not isinstance(tree, dict):
         return tree
     own: dict[str, Any] = {}
@@ -399,7 +399,7 @@ def _on_hub(name: str) -> bool:
 
 
 def _neighbours(folder: Path) -> str:
-    """What lies where a folder was looked for."""
+    """The folders beside a path that does not exist, for the message."""
     if folder.exists():
         return ": it is a file"
     if not folder.parent.is_dir():

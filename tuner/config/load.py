@@ -210,7 +210,11 @@ def checked(layers: Layers) -> RunConfig:
     own, foreign = split.own, split.foreign
     for key in split.unknown:
         meant = nearest(key)
-        hint = f"did you mean {meant}?" if meant else "see docs/configuration.md for the keys"
+        hint = (
+            f"did you mean {meant}?"
+            if meant
+            else "see docs/reference/configuration.md for the keys"
+        )
         problems.append(Problem(key, f"unknown key {key}; {hint}"))
     try:
         config = RunConfig.model_validate(own)

@@ -35,9 +35,11 @@ from tuner.config.algorithms import (
     ALGORITHMS,
     NOT_HERE,
     POLICY_LOSSES,
+    TURN_DISCOUNTED,
     AdvantageArgs,
     AdvantageName,
     Aggregation,
+    Algorithm,
     AlgorithmName,
     Args,
     EntropyLoss,
@@ -89,10 +91,10 @@ class Section(BaseModel):
         """Whether a section like this may have keys that it does not name."""
         return False
 
-    def changed(self) -> set[str]:
-        """Names of the settings that are not their defaults."""
-        fields = type(self).model_fields
-        return {name for name, info in fields.items() if getattr(self, name) != info.default}
+    def is_default(self, name: str) -> bool:
+        """Whether a setting is as if it were not given."""
+        usual = type(self).model_fields[name].get_default(call_default_factory=True)
+        return bool(getattr(self, name) == usual)
 
 
 def section_of(annotation: Any) -> type[Section] | None:
@@ -127,7 +129,7 @@ class OptimizerSection(Section):
     )
     weight_decay: float = Field(default=0.01, ge=0, description="Decoupled weight decay.")
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="How the learning rate goes on after the warmup."
+        default="constant", description="Shape of the learning rate after the warmup."
     )
     lr_warmup_steps: int = Field(
         default=-1,
@@ -182,7 +184,8 @@ class AlgorithmSection(Section):
 
     algorithm_type: AlgorithmName = Field(
         default="multi_step_grpo",
-        description="A row of docs/algorithms.md; what is not set below is taken from it.",
+        description="A row of [this table](reference/algorithms.md); what is not set below is "
+        "taken from it.",
     )
     repeat_times: int = Field(
         default=8,
@@ -218,14 +221,14 @@ class AlgorithmSection(Section):
     entropy_loss_fn_args: EntropyLossArguments = EntropyLossArguments()  # type: ignore[valid-type]
     loss_agg_mode: Aggregation = Field(
         default="token-mean",
-        description="What each trained token of a step weighs ([algorithms](algorithms.md)); "
+        description="Weight of each trained token of a step ([algorithms](algorithms.md)); "
         "`rollout-mean` is not a value of Trinity-RFT's. Default of multi_step_grpo.",
     )
     sample_strategy: Literal["default", "staleness_control"] = Field(
         default="default",
-        description="What a step does about groups that are late where `synchronizer.sync_offset` "
-        "lets collection run ahead: wait for them before they are too old (`default`), or go on "
-        "and leave out what is too old (`staleness_control`).",
+        description="Groups that are late where `synchronizer.sync_offset` lets collection run "
+        "ahead: wait for them before they are too old (`default`), or continue and leave out "
+        "what is too old (`staleness_control`).",
     )
     sample_strategy_args: SampleStrategyArgs = SampleStrategyArgs()
 
@@ -256,6 +259,30 @@ class AlgorithmSection(Section):
         if isinstance(value, str) and value in NOT_HERE:
             raise ValueError(f"not on this backend: {NOT_HERE[value]}")
         return value
+
+    @property
+    def row(self) -> Algorithm:
+        """Its row of the table."""
+        return ALGORITHMS[self.algorithm_type]
+
+    @property
+    def discounts_turns(self) -> bool:
+        """Whether its advantage may compare what calls lead to."""
+        return self.advantage_fn in TURN_DISCOUNTED
+
+    @property
+    def uses_critic(self) -> bool:
+        return self.advantage_fn == "ppo"
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """Whether the distance to the reference is added to the loss."""
+        return self.kl_loss_fn != "none" and self.kl_loss.kl_coef != 0
+
+    @property
+    def penalizes_kl(self) -> bool:
+        """Whether the distance to the reference is taken off the rewards."""
+        return self.kl_penalty_fn != "none" and self.kl_penalty.kl_coef != 0
 
     @property
     def advantage(self) -> AdvantageArgs:
@@ -303,7 +330,7 @@ ArgsT = TypeVar("ArgsT", bound=Args)
 
 
 def _read(part: type[ArgsT], given: Section) -> ArgsT:
-    """What a part reads of its section."""
+    """The numbers of a section that a part reads."""
     return part.model_validate({name: getattr(given, name) for name in part.model_fields})
 
 
@@ -352,7 +379,7 @@ class AlgorithmExtras(Section):
         "many of the tokens that an answer may have. Not set: none.",
     )
     overlong_penalty: float = Field(
-        default=1.0, gt=0, description="What an answer of full length loses."
+        default=1.0, gt=0, description="Reward that an answer of full length loses."
     )
     dynamic_sampling: bool | None = Field(
         default=None,
@@ -418,6 +445,18 @@ class AlgorithmExtras(Section):
         "one that is trained, as each step begins (`policy`).",
     )
 
+    @property
+    def cap(self) -> float | None:
+        """Upper bound of importance weights; None where tokens are not weighed."""
+        return None if self.importance_sampling == "none" else self.importance_cap
+
+    @property
+    def rejection(self) -> tuple[float, float] | None:
+        """Bounds outside of which tokens do not count; None: all do."""
+        if self.rejection_low is None or self.rejection_high is None:
+            return None
+        return self.rejection_low, self.rejection_high
+
 
 # `buffer.*`: which tasks or recorded data, in which order, how many for each step.
 
@@ -446,10 +485,10 @@ class FormatSection(Section):
         "Trinity-RFT's default is `message`.",
     )
     prompt_key: str = Field(
-        default="prompt", min_length=1, description="What the user says, where it is text."
+        default="prompt", min_length=1, description="The user's message, where it is text."
     )
     response_key: str = Field(
-        default="response", min_length=1, description="What the assistant answers. For sft."
+        default="response", min_length=1, description="The assistant's answer. For sft."
     )
     system_prompt_key: str | None = Field(
         default=None, min_length=1, description="The system prompt, where it is text."
@@ -556,7 +595,8 @@ class EvalTasksetSection(_TasksetBase):
         default=1,
         ge=1,
         description="Rollouts of each task, n. From 2 on the metrics have `pass_at_<n>` and "
-        "`pass_hat_<n>` too, and the temperature must not be 0 ([commands](commands.md)).",
+        "`pass_hat_<n>` too, and the temperature must not be 0 "
+        "([commands](reference/commands.md#tuner-eval)).",
     )
     rollout_args: EvalRolloutArgs = EvalRolloutArgs()
 
@@ -623,9 +663,9 @@ class RolloutModelSection(Section):
 
     engine_type: EngineType | Literal["auto"] = Field(
         default="auto",
-        description="What generates: transformers on the trainer's own weights, or vLLM or SGLang "
+        description="The engine: transformers on the trainer's own weights, or vLLM or SGLang "
         "with a copy. `auto` is vLLM on a GPU where it is installed and can do what the other "
-        "settings ask for, else transformers, and says why ([engines](engines.md)).",
+        "settings ask for, else transformers, and says why ([engines](operations.md#engines)).",
     )
     engine_num: int = Field(
         default=1, ge=1, description="Servers that are started. For vllm; otherwise 1."
@@ -719,8 +759,9 @@ class SynchronizerSection(Section):
         default=0,
         ge=0,
         description="Steps by which collection may run ahead of training "
-        "([asynchronous](asynchronous.md)): a token is trained at most so many updates after the "
-        "one whose weights sampled it. 0: collection and training take turns.",
+        "([asynchronous](training.md#asynchronous-collection)): a token is trained at most so "
+        "many updates after the one whose weights sampled it. 0: collection and training take "
+        "turns.",
     )
 
 
@@ -736,7 +777,7 @@ class RaySection(Section):
     cpus: float = Field(default=1.0, gt=0, description="CPUs of each, as Ray counts them.")
     resources: Annotated[dict[str, Annotated[float, Field(gt=0)]], null_is(dict)] = Field(
         default_factory=dict,
-        description="What else each asks for, by the names that Ray's machines were given "
+        description="Further resources of each, by the names that Ray's machines were given "
         "(`ray start --resources`).",
     )
     runtime_env: Arguments = Field(
@@ -754,37 +795,14 @@ class RaySection(Section):
     base_url: str | None = Field(
         default=None,
         pattern=r"^https?://\S+/v1$",
-        description="What the workers ask instead, where a proxy is before the gateway "
+        description="URL that the workers use instead, where a proxy is before the gateway "
         "(`https://trainer.example/v1`).",
     )
 
-    def problems(self, address: str | None, *, own_models: bool) -> Iterator[str]:
-        """What lacks or does not go together where `tuner.workers` is `ray`.
-
-        Args:
-            address: `cluster.ray_address`.
-            own_models: Whether frozen models are served here.
-        """
-        if address in (None, "auto", "local"):
-            yield (
-                f"tuner.workers is ray, and cluster.ray_address is {address}: write the cluster's "
-                "address, host:port"
-            )
-        if self.gateway is None:
-            yield (
-                "tuner.workers is ray, and tuner.ray.gateway is not set: write an address of this "
-                "machine that the workers' machines reach"
-            )
-        elif self.gateway.partition(":")[0] == "0.0.0.0" and self.base_url is None:
-            yield (
-                f"tuner.ray.gateway is {self.gateway}, which is no address to be reached at: write "
-                "this machine's, or what the workers ask as tuner.ray.base_url"
-            )
-        if self.base_url is not None and own_models:
-            yield (
-                "tuner.ray.base_url is set, but explorer.auxiliary_models each have a door of "
-                "their own: remove it, or serve them elsewhere (tuner.auxiliary_models)"
-            )
+    @property
+    def gateway_host(self) -> str | None:
+        """`gateway` without its port."""
+        return None if self.gateway is None else self.gateway.partition(":")[0]
 
 
 class EngineSection(Section):
@@ -792,7 +810,7 @@ class EngineSection(Section):
 
     urls: tuple[str, ...] = Field(
         default=(),
-        description="Servers that run elsewhere ([engines](engines.md)), as in "
+        description="Servers that run elsewhere ([engines](operations.md#engines)), as in "
         "`http://10.0.0.2:8100`. Not set: vLLM is started here; SGLang is not.",
     )
     api_key_env: str = Field(
@@ -809,9 +827,9 @@ class EngineSection(Section):
 
     weights: Literal["auto", "cuda_ipc", "nccl", "shared_memory", "disk"] = Field(
         default="auto",
-        description="How new weights get to vLLM ([engines](engines.md)): read out of the GPU that "
-        "both use (`cuda_ipc`), broadcast to other GPUs (`nccl`), or as a checkpoint in "
-        "`shared_memory` or on `disk`. `auto` is the fastest that is possible, and says why.",
+        description="How new weights get to vLLM ([engines](operations.md#engines)): read out of "
+        "the GPU that both use (`cuda_ipc`), broadcast to other GPUs (`nccl`), or as a checkpoint "
+        "in `shared_memory` or on `disk`. `auto` is the fastest that is possible, and says why.",
     )
     sleep: bool | None = Field(
         default=None,
@@ -819,6 +837,11 @@ class EngineSection(Section):
         "they share one. Not set: yes, unless collection runs ahead of training "
         "(`synchronizer.sync_offset`).",
     )
+
+    @property
+    def servers(self) -> int:
+        """How many run elsewhere."""
+        return len(self.urls)
 
     @field_validator("urls")
     @classmethod
@@ -841,7 +864,7 @@ class LoraSection(Section):
     base_model_name: str | None = Field(
         default=None,
         min_length=1,
-        description="What adapters call the model they belong to: compared with the one at `path`, "
+        description="The model's name in adapters: compared with the one at `path`, "
         "and written into checkpoints. Not set: `model.model_path`.",
     )
     lora_rank: int | None = Field(
@@ -882,8 +905,8 @@ class ModelSection(Section):
     model_path: str = Field(
         default="",
         description="A causal language model: a Hugging Face folder or Hub name, a GGUF file, or "
-        "`package:NAME` ([model paths](models.md#model-paths)). Not set: the tiny model that comes "
-        "with tuner.",
+        "`package:NAME` ([model paths](model_families.md#model-paths)). Not set: the tiny model "
+        "that comes with tuner.",
     )
     critic_model_path: str = Field(
         default="",
@@ -932,8 +955,8 @@ class BranchingSection(Section):
     ends: int = Field(
         default=4,
         ge=2,
-        description="Rollouts that go on from each point, the one that is branched from included. "
-        "Not with `best`, which chooses it.",
+        description="Rollouts that continue from each point, including the one that is branched "
+        "from. Not with `best`, which chooses it.",
     )
     trunks: int | None = Field(
         default=None,
@@ -946,7 +969,7 @@ class BranchingSection(Section):
         description="Where the others begin: anywhere (`spread`), at calls before which the model "
         "was unsure (`uncertain`), where earlier steps have shown that it pays, nowhere included "
         "(`best`), or as a function says (`package.module:function`, `path/file.py:function`; "
-        "[branching](branching.md)).",
+        "[branches](sampling.md#branches)).",
     )
     inside: bool = Field(
         default=False,
@@ -961,13 +984,18 @@ class BranchingSection(Section):
     on_divergence: Literal["drop", "sample"] = Field(
         default="drop",
         description="An agent that asks for something else than it did before the point: the "
-        "rollout ends and is left out (`drop`), or goes on from there (`sample`).",
+        "rollout ends and is left out (`drop`), or is sampled from there (`sample`).",
     )
     seed_functions: bool = Field(
         default=False,
         description="Set the random states of Python, NumPy and PyTorch before each rollout, to "
         "the same for those with one beginning. Needs `explorer.runner_per_model: 1`.",
     )
+
+    @property
+    def fewest_trunks(self) -> int:
+        """Rollouts that start at the beginning, at least."""
+        return self.trunks or 2
 
     @field_validator("where")
     @classmethod
@@ -991,7 +1019,8 @@ class HistorySection(Section):
     sources: Names = Field(
         default=(),
         description="Run directories, files of traces, folders of them, a server's "
-        "`serving.sqlite`, or logs without tokens ([history](history.md)). `tuner train` sets it.",
+        "`serving.sqlite`, or logs without tokens ([recorded data](recorded_data.md)). "
+        "`tuner train` sets it.",
     )
     held_out: float = Field(
         default=0.0,
@@ -1067,8 +1096,8 @@ class HistorySection(Section):
         ge=0,
         le=1,
         description="The run stops before an update for which the tokens are worth a smaller share "
-        "of as many new ones ([history](history.md#how-far-the-weights-may-go)); 0: never. Not for "
-        "sft and dpo.",
+        "of as many new ones ([recorded data](recorded_data.md#how-far-the-weights-may-go)); 0: "
+        "never. Not for sft and dpo.",
     )
 
     @field_validator("after", "before")
@@ -1111,7 +1140,7 @@ class PromotionSection(Section):
 
     by: Literal["held_out", "live", "both", "always"] = Field(
         default="held_out",
-        description="What proves that a candidate is better: the evaluation sets "
+        description="Proof that a candidate is better: the evaluation sets "
         "(`buffer.explorer_input.eval_tasksets`), new sessions that are given to it (`live`), the "
         "first and then the second (`both`), or nothing (`always`: each update serves at once).",
     )
@@ -1199,7 +1228,7 @@ class ServingSection(Section):
     )
     redact: str | None = Field(
         default=None,
-        description="What is not to be stored: `package.module:function` or "
+        description="Function that removes what is not to be stored: `package.module:function` or "
         "`path/file.py:function`, which takes a list of messages and returns the list as it is "
         "stored. A call that it changes is stored without token ids, and never trained.",
     )
@@ -1291,7 +1320,7 @@ class RemoteModel(Section):
         return key
 
     def cost(self, input_tokens: int, output_tokens: int) -> float | None:
-        """What so many tokens cost; None where neither price is set, of which one is else 0."""
+        """Price of so many tokens; None where neither price is set."""
         if self.input_price is None and self.output_price is None:
             return None
         read, written = self.prices
@@ -1323,9 +1352,9 @@ class SelectorSection(Section):
     kind: str = Field(
         default="success",
         description="`success`: tasks that are always or never solved are drawn less; "
-        "`stratified`: of each value of `field` its share, each in an order of its own; or a "
+        "`stratified`: each value of `field` has its share, in an order of its own; or a "
         "function that gives each task a weight (`package.module:function`, "
-        "`path/file.py:function`; [curriculum](curriculum.md)).",
+        "`path/file.py:function`; [selectors](sampling.md#tasks-drawn-by-success)).",
     )
     field: str | None = Field(
         default=None,
@@ -1365,7 +1394,7 @@ KINDS = ("verifiers", "openenv", "trl", "gymnasium", "areal", "program", "mixtur
 
 
 class EnvironmentSection(Section):
-    """`tuner.environment.*`: an environment in somebody's format; or that of a queue agent."""
+    """`tuner.environment.*`: an environment in one of `KINDS`, or that of a queue agent."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -1393,7 +1422,7 @@ class EnvironmentSection(Section):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What the class of `kind` is made with."""
+        """Arguments of the class of `kind`."""
         own = {"args": self.args} if "args" in self.model_fields_set else {}
         return {**own, **(self.model_extra or {})}
 
@@ -1409,9 +1438,13 @@ class TrinitySection(Section):
 
     experiences: Literal["merged", "calls"] = Field(
         default="merged",
-        description="What Trinity-RFT trains on: a rollout's calls, merged where one continues the "
-        "other, or each call by itself. With `token-mean` the gradient is the same.",
+        description="Experiences that Trinity-RFT trains on: a rollout's calls, merged where one "
+        "continues the other, or each call by itself. With `token-mean` the gradient is the same.",
     )
+
+
+Layout = Literal["tree", "packed", "padded"]
+Checkpointing = bool | Literal["auto"]
 
 
 class TunerSection(Section):
@@ -1426,7 +1459,7 @@ class TunerSection(Section):
     agent: NamedClass | None = Field(
         default=None,
         description="A queue agent instead of a workflow, with the keys below "
-        "([from_areal](from_areal.md)).",
+        "([AReaL](migrating.md#areal)).",
     )
     environment: NamedOrMade | None = Field(
         default=None,
@@ -1452,9 +1485,9 @@ class TunerSection(Section):
     )
     placement: Literal["auto", "colocate", "separate"] = Field(
         default="auto",
-        description="Where an engine with weights of its own is: on the trainer's GPU "
+        description="Where an engine with a copy of the weights is: on the trainer's GPU "
         "(`colocate`), or on other GPUs (`separate`). `auto` takes what fits and says why "
-        "([engines](engines.md)).",
+        "([engines](operations.md#engines)).",
     )
     engine: EngineSection = EngineSection()
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
@@ -1467,7 +1500,7 @@ class TunerSection(Section):
         default="float32",
         description="Precision of Adam's two moments; `8bit` needs bitsandbytes (extra `gpu`).",
     )
-    activation_checkpointing: bool | Literal["auto"] = Field(
+    activation_checkpointing: Checkpointing = Field(
         default="auto",
         description="Compute layers again for the backward pass: less memory. `auto`: on a GPU "
         "that has no room otherwise.",
@@ -1493,8 +1526,8 @@ class TunerSection(Section):
         default=0,
         description="Processes that run the workflow and the judge, beside the one with gateway, "
         "engine and trainer; 0: that one runs them. `auto` begins with as many as there are cores, "
-        "and says after the first step how many stay and why ([scaling](scaling.md)). `ray`: on "
-        "the machines of the cluster at `cluster.ray_address`, as `tuner.ray` says.",
+        "and says after the first step how many stay and why ([workers](operations.md#workers)). "
+        "`ray`: on the machines of the cluster at `cluster.ray_address`, as `tuner.ray` says.",
     )
     ray: RaySection = RaySection()
     branching: BranchingSection | None = None
@@ -1542,7 +1575,7 @@ class TunerSection(Section):
         description="Earlier reasoning that the chat template or the agent leaves out of a prompt: "
         "leave it out (`template`), or put it back as it was sampled (`keep`).",
     )
-    layout: Literal["tree", "packed", "padded"] = Field(
+    layout: Layout = Field(
         default="tree",
         description="Train each distinct token of a micro-batch once (`tree`), or rows of calls, "
         "one after another (`packed`) or side by side (`padded`). A model that cannot be computed "
@@ -1605,6 +1638,11 @@ class TrainerSection(Section):
         default=0, ge=0, description="Delete older checkpoints beyond so many; 0 keeps all."
     )
 
+    @property
+    def micro_batch_tokens(self) -> int:
+        """`max_token_len_per_gpu`; a run sets it to 2 contexts where it is not set."""
+        return self.max_token_len_per_gpu or 16384
+
 
 class ClusterSection(Section):
     """`cluster.*`"""
@@ -1627,7 +1665,8 @@ class MonitorSection(Section):
     monitor_args: Arguments = Field(
         default_factory=dict,
         description="Given to each monitor as it is; what stands below a monitor's name is for "
-        "that one alone (docs/trackers.md). Passwords and keys best as `${oc.env:NAME}`.",
+        "that one alone ([trackers](looking.md#trackers)). Passwords and keys best as "
+        "`${oc.env:NAME}`.",
     )
 
     @field_validator("monitor_type", mode="before")
@@ -1659,7 +1698,7 @@ class RunConfig(Section):
     )
     continue_from_checkpoint: bool = Field(
         default=True,
-        description="Go on where a run of this name stopped. false: a new run beside it.",
+        description="Resume a run of this name where it stopped. false: a new run beside it.",
     )
     algorithm: AlgorithmSection = AlgorithmSection()
     model: ModelSection = ModelSection()
@@ -1709,6 +1748,23 @@ class RunConfig(Section):
             top_k=model.top_k if own.top_k is None else own.top_k,
             max_tokens=model.max_response_tokens if own.max_tokens is None else own.max_tokens,
         )
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether training needs the policy as it was at the start."""
+        algorithm = self.algorithm
+        teaches = algorithm.advantage_fn == "prompt_distill"
+        return (
+            algorithm.kl_in_loss
+            or algorithm.penalizes_kl
+            or algorithm.policy_loss_fn == "dpo"
+            or (teaches and self.tuner.algorithm.prompt_teacher == "start")
+        )
+
+    @property
+    def longest_answer(self) -> int | None:
+        """The most tokens of an answer while training; None where only the context limits it."""
+        return self.rollout_args(self.buffer.explorer_input.taskset).max_tokens
 
     def to_yaml(self) -> str:
         """The effective configuration as YAML; `load_config` reads it back unchanged, but for the

@@ -147,7 +147,7 @@ _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*([^,}\s]+)[^}]*\}")
 
 
 def _is_secret(path: str, value: Any) -> bool:
-    """Whether the value of a setting is one that nobody else may read."""
+    """True for a secret: a value that must not be written down."""
     if isinstance(value, bool) or not isinstance(value, str | int) or value in ("", "EMPTY"):
         return False
     name = next((part for part in reversed(path.split(".")) if not part.isdecimal()), "")
@@ -189,7 +189,7 @@ def concealed(value: Any, references: Mapping[str, str], path: str = "") -> Any:
 
     Args:
         value: Nested dicts, lists and dataclasses of settings, or one setting.
-        references: What `secret_references` gave; none: every secret is masked.
+        references: The result of `secret_references`; none: every secret is masked.
         path: Dotted path of `value` itself.
     """
     prefix = f"{path}." if path else ""

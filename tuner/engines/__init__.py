@@ -1,4 +1,4 @@
-"""Engines: completion ids from prompt ids, with some version of the weights."""
+"""Engines turn prompt ids into completion ids, with a known version of the weights."""
 
 from tuner.engines.base import (
     Engine,

@@ -1,4 +1,4 @@
-"""What an engine is: completion ids from prompt ids, with some version of the weights."""
+"""The engine interface: prompt ids in, completion ids out, with a known version of the weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 class EngineError(TunerError, RuntimeError):
-    """A completion could not be finished: the engine failed or was closed; the cause is chained."""
+    """The engine failed or was closed before a completion was finished; the cause is chained."""
 
 
 class EngineLostError(EngineError):
@@ -27,7 +27,7 @@ class EngineLostError(EngineError):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one completion is sampled. Travels with the call, so that training can recompute it.
+    """How one completion is sampled. Recorded with the call, so that training can recompute it.
 
     Attributes:
         temperature: 0 is greedy: the most probable token, whose log-prob is then 0.
@@ -35,20 +35,20 @@ class SamplingParams:
         top_k: Keep the k most probable tokens; -1 keeps every token.
         max_tokens: Upper limit of sampled tokens, at least 1.
         stop: Strings that end the completion; the tokens that spell them stay in the ids.
-        seed: Seed of this completion's own random stream; equal seeds and equal
-            distributions give equal tokens, whoever else is in the batch.
+        seed: Seed of this completion's random stream; equal seeds and equal distributions give
+            equal tokens, whatever else is in the batch.
         top_logprobs: How many alternatives to report for each position (0 to 20).
-        grammar: The form that the completion must have, in llguidance's variant of Lark; empty
+        grammar: Grammar that the completion must follow, in llguidance's variant of Lark; empty
             for none. Tokens outside it are removed from the logits before anything else.
-        min_p: Keep the tokens that are at least this share as probable as the most probable one;
+        min_p: Keep tokens whose probability is at least this share of the most probable token's;
             applied before top_k and top_p.
-        repetition_penalty: Divides the logits above 0 of tokens that are in prompt or completion,
-            and multiplies the others; 1 changes nothing.
-        presence_penalty: Taken off the logits of tokens that are in the completion.
-        frequency_penalty: Likewise, once for each time that they are.
-        logit_bias: (id, what is added to its logit), before penalties.
+        repetition_penalty: Divides positive logits of tokens that are in prompt or completion and
+            multiplies negative ones; 1 changes nothing.
+        presence_penalty: Subtracted from the logits of tokens that are in the completion.
+        frequency_penalty: Likewise, once for each occurrence.
+        logit_bias: (id, value added to its logit), applied before penalties.
         bad_words: Token ids of texts whose last token cannot follow the others in the completion.
-        stop_token_ids: Token ids that end the completion besides the engine's own.
+        stop_token_ids: Token ids that end the completion, in addition to the engine's.
     """
 
     max_tokens: int
@@ -79,7 +79,7 @@ class SamplingParams:
 
     @property
     def in_one_part(self) -> bool:
-        """Whether a completion cannot be continued as if it were a part of its prompt."""
+        """Whether a completion cannot be continued as if it were part of its prompt."""
         return bool(self.grammar or self._counts_completion)
 
     @property
@@ -88,13 +88,13 @@ class SamplingParams:
 
     @property
     def rare(self) -> tuple[str, ...]:
-        """The settings in force that only an engine with `every_setting` honours, by name."""
+        """Names of the active settings that only an engine with `every_setting` supports."""
         return tuple(name for name, none in _rare() if getattr(self, name) != none)
 
 
 @cache
 def _rare() -> list[tuple[str, Any]]:
-    """The settings that not every engine honours, with what changes nothing."""
+    """Settings that not every engine supports, each with its neutral value."""
     names = [field.name for field in fields(SamplingParams)]
     return [(f.name, f.default) for f in fields(SamplingParams)[names.index("min_p") :]]
 
@@ -126,30 +126,29 @@ class Generation:
 
 
 class TokenSink(Protocol):
-    """Sees a completion grow, so that what was sampled is known even if it is never finished."""
+    """Receives tokens as they are sampled, so that they are known even if the completion never
+    ends."""
 
     def push(self, token_id: int, logprob: float, version: int) -> bool:
-        """Take the next sampled token. Called in order, from any thread, and must not block.
+        """Take the next sampled token. Called in order, from any thread; must not block.
 
         Returns:
-            False if nobody wants the token any more: it does not count as sampled, and the
-            request is as good as cancelled.
+            False to cancel: this token does not count as sampled, and the request ends.
         """
 
 
 @dataclass(frozen=True)
 class EngineCapabilities:
-    """What an engine can do; the gateway refuses what it cannot with a 400 that names it.
+    """Features of an engine; the gateway rejects unsupported settings with a 400 that names them.
 
     Attributes:
-        grammars: Whether completions can be held to a form (`SamplingParams.grammar`).
+        grammars: Whether completions can be constrained by `SamplingParams.grammar`.
         end_ids: Token ids that end a completion.
-        shares_weights: Whether it reads the trainer's own tensors, which may then change only
-            inside `pause()`. One with a copy may generate while the trainer trains.
-        every_setting: Whether it honours the settings from `SamplingParams.min_p` on.
-        goes_on: From which completions that are begun it can go on (`Engine.generate`'s `so_far`):
-            from none, from those that may be continued as if they were a part of the prompt, or
-            from all.
+        shares_weights: Whether it reads the trainer's tensors, which may then change only inside
+            `pause()`. An engine with a copy may generate while the trainer trains.
+        every_setting: Whether it supports the settings from `SamplingParams.min_p` on.
+        goes_on: Which partial completions it can continue (`so_far` of `Engine.generate`): none,
+            those that may be treated as part of the prompt ("in_parts"), or all.
     """
 
     max_model_len: int
@@ -161,29 +160,29 @@ class EngineCapabilities:
     goes_on: Literal["never", "in_parts", "always"] = "never"
 
     def can_go_on(self, sampling: SamplingParams) -> bool:
-        """Whether a completion of such settings can be gone on from."""
+        """Whether a partial completion with these settings can be continued."""
         in_parts = self.goes_on == "in_parts" and not sampling.in_one_part
         return in_parts or self.goes_on == "always"
 
 
 @dataclass
 class EngineStats:
-    """What an engine has done since it was made, and what it is doing now.
+    """Counts since the engine was created, and its current load.
 
     Attributes:
-        prompt_tokens_computed: Tokens computed before the first sampled one, and those computed
-            again after the weights changed under a request in flight.
+        prompt_tokens_computed: Tokens computed before the first sampled one, including those
+            recomputed after the weights changed during a request.
         prompt_tokens_reused: Tokens whose keys and values were taken from another request.
         sampled_tokens: Tokens sampled.
         requests: Requests finished.
-        steps: Forward passes; 0 where somebody else makes them.
+        steps: Forward passes; 0 for engines that do not count them.
         step_seconds: Seconds in those passes, sampling and bookkeeping included.
-        unannounced_updates: Times the weights had changed without `update_weights`. The cache was
-            forgotten in time, but the recorded versions are those of the last announced weights.
-        restarts: Times a process that had died was started again.
+        unannounced_updates: Times the weights changed without `update_weights`. The cache was
+            dropped in time, but the recorded versions are those of the last announced weights.
+        restarts: Times a dead process was restarted.
         update_seconds: Seconds of the last `update_weights`.
         running: Requests that hold a slot now.
-        waiting: Requests that wait for one now.
+        waiting: Requests that wait for a slot now.
     """
 
     prompt_tokens_computed: int = 0
@@ -200,7 +199,7 @@ class EngineStats:
 
 
 class Engine(Protocol):
-    """The seam between the gateway and whatever generates."""
+    """The interface between the gateway and whatever generates."""
 
     @property
     def version(self) -> int:
@@ -219,33 +218,35 @@ class Engine(Protocol):
     ) -> Generation:
         """Sample one completion. Cancelling the awaiting task frees the request's slot.
 
-        Every token that is sampled has been pushed into `sink` before this returns.
+        Every sampled token has been pushed into `sink` before this returns.
 
         Args:
-            so_far: The completion's first tokens, sampled before: it goes on behind them, as if
-                they were sampled now, and is returned whole. Where `capabilities.can_go_on`.
+            so_far: First tokens of the completion, sampled earlier. Sampling continues after them
+                as
+                if they had been sampled now, and the whole completion is returned. Requires
+                `capabilities.can_go_on`.
 
         Raises:
             ContextLengthError: The prompt leaves no room for a single token.
-            GrammarError: The sampling's grammar cannot be compiled or followed.
-            EngineError: The engine failed or was closed while the request was in flight; an
-                `EngineLostError` where a process of its own died. The next request may succeed.
+            GrammarError: The grammar cannot be compiled or followed.
+            EngineError: The engine failed or was closed during the request; `EngineLostError` if a
+                process of the engine died. The next request may succeed.
         """
 
     def pause(self) -> AbstractAsyncContextManager[None]:
-        """Hold generation between two tokens while the block runs (weights may change).
+        """Hold generation between two tokens while the block runs, so that weights may change.
 
-        Requests in flight go on afterwards with the tokens they have, of whatever version.
+        Requests in flight continue afterwards and keep their tokens, whatever their version.
         """
 
     async def update_weights(self, version: int) -> None:
-        """Serve the weights as they are now under `version`; forget every cached prefix.
+        """Serve the current weights as `version` and drop every cached prefix.
 
-        The next token of a request in flight is sampled with the new weights alone: prompt and
-        completion so far are computed again.
+        The next token of a request in flight is sampled with the new weights alone: its prompt and
+        completion so far are recomputed.
 
         Raises:
-            EngineError: The engine cannot serve them; it serves nothing else instead.
+            EngineError: The engine cannot serve them; it serves no other weights instead.
         """
 
     async def close(self) -> None:
@@ -253,14 +254,14 @@ class Engine(Protocol):
 
 
 class DescribedEngine:
-    """What every engine of ours says of itself; who derives from it sets the fields."""
+    """Base class with the properties that every engine reports; subclasses set the fields."""
 
     _version: int
     _capabilities: EngineCapabilities
 
     @property
     def version(self) -> int:
-        """Version of the weights that the next token is sampled with, or was seen last."""
+        """Version of the weights that samples the next token, or that was last seen."""
         return self._version
 
     @property
@@ -270,23 +271,23 @@ class DescribedEngine:
 
 
 class TrainingEngine(Engine, Protocol):
-    """What a run of our own needs of its engine besides."""
+    """The additional methods that a local training run needs of its engine."""
 
     def training(self) -> AbstractAsyncContextManager[None]:
-        """While the block runs the weights may change, until `update_weights` inside it.
+        """Let the weights change while the block runs, until `update_weights` inside it.
 
-        An engine that shares them, or the device's memory, generates nothing meanwhile. One with
-        a copy goes on; it takes nothing from weights that are half changed.
+        An engine that shares them, or the device's memory, generates nothing meanwhile. An engine
+        with a copy continues and takes nothing from weights that are partly changed.
         """
 
     @property
     def stats(self) -> EngineStats:
-        """Counts since the engine was made, as a copy."""
+        """A copy of the counts since the engine was created."""
 
     @property
     def grammars(self) -> Grammars:
-        """What it compiles grammars with; the trainer replays completions with the same."""
+        """The grammar compiler; the trainer replays completions with the same one."""
 
     @property
     def failure(self) -> EngineError | None:
-        """Why no request can succeed any more, or None."""
+        """The reason why no request can succeed any more, or None."""

@@ -1,14 +1,15 @@
-"""Completions that must have a form: which tokens may follow, while sampling and when training.
+"""Grammars: which tokens may follow, both while sampling and in training.
 
-A grammar is a text in llguidance's variant of Lark, and travels with the call
-(`SamplingParams.grammar`). Which tokens it allows after some completion ids depends on these, the
-grammar and the tokenizer alone, not on how the matcher got there: training replays a completion
-and finds the very masks that it was sampled with.
+A grammar is a text in llguidance's variant of Lark and is recorded with the call
+(`SamplingParams.grammar`). The tokens allowed after a completion prefix depend only on that
+prefix, the grammar and the tokenizer, so training can replay a completion and get the masks that it
+was sampled with.
 
     logits ──mask: -inf outside the grammar──▶ temperature ──▶ top_k ──▶ top_p ──▶ log-probs
 
-Of a text's many spellings in tokens every one is allowed, so that the distribution is the model's
-own, cut to the form and renormalised (`no_forcing`: llguidance would allow one spelling only).
+Every tokenization of an allowed text is allowed, so the distribution is the model's own,
+restricted to the grammar and renormalised (`no_forcing`; by default llguidance allows one
+tokenization only).
 """
 
 from __future__ import annotations
@@ -30,14 +31,12 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 
-# Handing numbers to the device without waiting for it.
-#
-# A plain `.to("cuda")` from pageable memory waits until the GPU has done all that was asked before.
-# From page-locked memory the transfer takes its place in the queue and Python goes on.
+# A plain `.to("cuda")` from pageable memory waits until the GPU has finished all earlier work. From
+# page-locked memory the transfer is queued and Python continues.
 
 
 def to_device(values: np.ndarray[Any, Any] | Tensor, device: torch.device) -> Tensor:
-    """An array or tensor of main memory, on `device`."""
+    """Copy an array or tensor from main memory to `device` without waiting for the device."""
     tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
@@ -47,23 +46,23 @@ def to_device(values: np.ndarray[Any, Any] | Tensor, device: torch.device) -> Te
 Bits = NDArray[np.uint8]
 
 _COMPILED = 256
-"""Grammars whose compiled form is kept."""
+"""Number of compiled grammars to keep."""
 
 _SECONDS = 30.0
-"""For which a request waits for its grammar; the first one may wait for others and for imports."""
+"""How long a request waits for its grammar; the first may wait for others and for imports."""
 
 
 class GrammarState:
-    """One completion on its way through a grammar."""
+    """Position of one completion in its grammar."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
 
     def mask(self, vocabulary: int) -> Bits:
-        """The tokens that may follow, as bits, the lowest first.
+        """The tokens that may follow, as bits, lowest first.
 
-        End-of-sequence tokens are among them where the grammar accepts what is there, and are
-        the only ones where nothing else may follow.
+        End-of-sequence tokens are included if the grammar accepts the completion so far, and are
+        the only ones if nothing else may follow.
 
         Args:
             vocabulary: Number of logits of the model; a token beyond them cannot follow.
@@ -72,7 +71,7 @@ class GrammarState:
             Shape [W], 8 W >= the smaller one of `vocabulary` and the tokenizer's size.
 
         Raises:
-            GrammarError: The grammar is too complex to go on, or no token can follow.
+            GrammarError: The grammar is too complex to continue, or no token can follow.
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
@@ -81,21 +80,17 @@ class GrammarState:
             bits = bits[: -(-vocabulary // 8)].copy()
             bits[-1] &= 0xFF >> (-vocabulary % 8)
         if not bits.any():
-            raise GrammarError("no token of the vocabulary can continue the completion's form")
+            raise GrammarError("no token of the vocabulary can continue this completion")
         return bits
 
     def advance(self, token_id: int) -> None:
-        """Take the next token.
-
-        Raises:
-            GrammarError: It may not follow.
-        """
+        """Take the next token; raises GrammarError if it may not follow."""
         if not self._matcher.consume_token(token_id):
             raise GrammarError(f"token {token_id} may not follow: {_message(self._matcher)}")
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer, and keeps the latest.
+    """Compiles grammars for one tokenizer and caches them.
 
     Args:
         tokenizer: A fast transformers tokenizer, with byte-level or byte-fallback tokens.
@@ -112,17 +107,17 @@ class Grammars:
 
     @staticmethod
     def supports(tokenizer: Any) -> bool:
-        """Whether the bytes of the tokenizer's tokens can be told."""
+        """Whether the bytes of the tokenizer's tokens are known."""
         return bool(getattr(tokenizer, "is_fast", False))
 
     def start(self, grammar: str) -> GrammarState:
-        """The state before the first token of a completion.
+        """Initial state of a grammar. May be called in any thread.
 
-        The first call takes about a second for a vocabulary of 150,000, and the first one for a
-        grammar the time to compile it; it may be made in any thread.
+        The first call takes about a second for a vocabulary of 150,000; the first call for a
+        grammar takes the time to compile it.
 
         Raises:
-            GrammarError: The grammar cannot be compiled, with the compiler's message.
+            GrammarError: The grammar cannot be compiled; has the compiler's message.
         """
         if (state := self._begun(grammar)) is not None:
             return state
@@ -137,7 +132,7 @@ class Grammars:
                 return GrammarState(matcher.deep_copy())
 
     def _begun(self, grammar: str) -> GrammarState | None:
-        """The state before the first token, if the grammar is compiled already."""
+        """Initial state if the grammar is already compiled."""
         with self._lock:
             matcher = self._compiled.get(grammar)
             if matcher is None:
@@ -146,10 +141,10 @@ class Grammars:
             return GrammarState(matcher.deep_copy())
 
     async def started(self, grammar: str) -> GrammarState:
-        """`start`, in a thread where it would take long.
+        """Like `start`, in a thread if it would take long.
 
         Raises:
-            GrammarError: As `start`, or it takes too long.
+            GrammarError: As `start`, or compiling takes too long.
         """
         if grammar in self._compiled:
             return self.start(grammar)
@@ -165,12 +160,12 @@ class Grammars:
         """The tokens that could follow at each position of a completion.
 
         Args:
-            grammar: The one it was sampled with.
+            grammar: The grammar it was sampled with.
             completion_ids: Sampled token ids, shape [T], T at least 1.
             vocabulary: Number of logits of the model.
 
         Returns:
-            Bits, the lowest first, shape [T, bytes]; `unpacked` makes booleans of them.
+            Bits, lowest first, shape [T, bytes]; `unpacked` makes booleans of them.
 
         Raises:
             GrammarError: The grammar cannot be compiled, or the ids do not follow it.
@@ -196,7 +191,7 @@ class Grammars:
         text, limits = with_head(grammar), compile_limits()
         matcher = LLMatcher(self._vocabulary, text, log_level=0, limits=limits)
         if not matcher.is_error():
-            # What a cycle of references comes to shows here, and the work is done in this thread.
+            # Expensive cycles of references show here, and the work is done in this thread.
             matcher.compute_bitmask()
         if matcher.is_error():
             raise GrammarError(f"the grammar cannot be compiled: {_message(matcher)}")
@@ -204,9 +199,9 @@ class Grammars:
 
 
 def unpacked(masks: Bits, vocabulary: int, device: torch.device) -> Tensor:
-    """Masks as booleans on `device`: [n, bytes] of bits, the lowest first -> [n, vocabulary].
+    """Masks as booleans on `device`: [n, bytes] of bits, lowest first -> [n, vocabulary].
 
-    A model with more logits than the tokenizer has tokens gets False for the others.
+    If the model has more logits than the tokenizer has tokens, the rest are False.
     """
     packed = to_device(masks, device)
     shifts = torch.arange(8, dtype=torch.uint8, device=device)

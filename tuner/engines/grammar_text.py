@@ -1,6 +1,6 @@
-"""A grammar as llguidance is given it, here and in an engine elsewhere, and what is wrong with one.
+"""Grammar text as llguidance gets it here and in remote engines, and its errors.
 
-Apart from `grammar`, which needs PyTorch: servers elsewhere are reached without it.
+Separate from `grammar`, which needs PyTorch: remote engines are used without it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from tuner.errors import TunerError
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
 
-_LARGEST = 40_000  # symbols; 400 optional properties, about as many as can be followed, have 5,000
+# symbols; 400 optional properties, about the most that can be followed, have 5,000
+_LARGEST = 40_000
 _HEAD = '%llguidance {"no_forcing": true}\n'
 
 
@@ -21,14 +22,14 @@ class GrammarError(TunerError, ValueError):
 
 
 def with_head(grammar: str) -> str:
-    """The text that llguidance compiles; without forcing, so that every spelling is allowed."""
+    """The text that llguidance compiles; without forcing, so that every tokenization is allowed."""
     return _HEAD + grammar
 
 
 def compile_limits() -> LLParserLimits:
-    """How large a grammar may be: what passes compiles in about a second.
+    """Size limits of a grammar; a grammar within them compiles in about a second.
 
-    The limits on each step of a completion stay llguidance's own, as servers elsewhere have them.
+    The limits on each step of a completion stay llguidance's, as remote servers have them.
     """
     from llguidance import LLParserLimits
 

@@ -1,15 +1,15 @@
-"""An engine over processes that have copies of the weights.
+"""An engine over server processes that hold copies of the weights.
 
-A request is sampled in parts. A pause ends the part at whatever token it has reached; the next part
-has prompt and completion so far as its prompt, and the weights of its own version:
+A request is sampled in parts. A pause ends the current part; the next part takes prompt and
+completion so far as its prompt, and is sampled with the weights of its own version:
 
     prompt ─▶ a b c │ pause, new weights │ prompt a b c ─▶ d e f <end>
     version   0 0 0                                        1 1 1
 
-so every token is sampled with one version alone, and recomputing it with that version gives its
-log-prob. Stop strings are found here, in the ids, and may begin in one part and end in another. A
-completion that must have a form, or whose own tokens are counted (penalties, bad words), cannot be
-cut in two, because the second part would take the first for prompt: a pause waits for it to end.
+so every token is sampled with exactly one version, and recomputing it with that version gives its
+log-prob. Stop strings are detected here, in the ids, and may span two parts. A completion with a
+grammar, or whose own tokens are counted (penalties, bad words), cannot be split, because the second
+part would treat the first as prompt: a pause waits for it to end.
 """
 
 from __future__ import annotations
@@ -41,35 +41,35 @@ from tuner.engines.sampling import check_sampling, packed_kept
 from tuner.engines.servers import Fleet, Sampled, Seat, TokenServer
 
 _POLL = 0.0005
-"""Seconds between looks at whether the parts in flight have ended."""
+"""Seconds between checks whether the parts in flight have ended."""
 _SESSIONS = 65536
-"""Sessions whose server is remembered."""
+"""Number of sessions whose server is remembered."""
 
 
 class ServedEngine(RequestEngine):
-    """Generates on one or more `TokenServer`s with copies of weights that somebody trains.
+    """Generates on one or more `TokenServer`s that hold copies of the trained weights.
 
-    The turns of a session go to one server, so that they find their prefix in its cache; a new
-    session goes to the one with the fewest requests. A server that dies fails its requests; the
-    next request starts it again, with the weights that the engine serves, `max_restarts` times in
-    all, after which every request fails with the cause. Any number of event loops may call
-    `generate`.
+    All turns of a session go to one server, so that they find their prefix in its cache; a new
+    session goes to the server with the fewest requests. If a server dies, its requests fail and
+    the next request restarts it with the weights that the engine serves, up to `max_restarts`
+    times in total; after that every request fails with the cause. `generate` may be called from
+    any number of event loops.
 
     Args:
-        servers: They are started by the first request, or by `start()`.
-        save: Writes the weights as they are now into a folder.
+        servers: Started by the first request, or by `start()`.
+        save: Writes the current weights into a folder.
         folder: Where weights are handed over; every server must see it. Emptied at the end.
-        direct: Whether servers that run take new weights from the trainer's memory instead.
-        sleeps: Whether servers give back the device's memory while the weights are trained.
+        direct: Whether running servers take new weights from the trainer's memory instead.
+        sleeps: Whether servers release the device's memory while the weights are trained.
         tokenizer: For stop strings and grammars.
         end_ids: Token ids that end a completion.
         vocabulary: Number of token ids that the model knows.
-        max_model_len: Prompt and completion tokens of one request at most.
+        max_model_len: Maximum of prompt and completion tokens of one request.
         grammars: Whether the servers follow our grammars exactly.
         every_setting: As in `EngineCapabilities`.
-        check: Refuses sampling settings that the servers would not honour.
-        version: Version of the weights as they are now.
-        max_restarts: How often servers that died are started again, in all.
+        check: Rejects sampling settings that the servers do not support.
+        version: Version of the current weights.
+        max_restarts: Maximum number of restarts of dead servers, in total.
     """
 
     def __init__(
@@ -105,18 +105,17 @@ class ServedEngine(RequestEngine):
             servers, save=save, folder=folder, direct=direct, max_restarts=max_restarts
         )
         self._sleeps = sleeps
-        self._unfinished = False  # the weights are being changed, and are nobody's version
+        self._unfinished = False  # the weights are being changed and belong to no version
         self._check = check
         self._flights: set[Flight] = set()
         self._sessions: OrderedDict[str, Seat] = OrderedDict()
-        self._gate = threading.Lock()  # held while a part begins, and while a pause does
+        self._gate = threading.Lock()  # held while a part or a pause begins
         self._pauses = 0
-        # One thread: starting, loading and stopping happen one after the other.
+        # One thread, so that starting, loading and stopping happen one after the other.
         self._executor = ThreadPoolExecutor(1, "tuner-engine")
 
     @property
     def stats(self) -> EngineStats:
-        """Counts since the engine was made, as a copy."""
         with self._gate:
             self._stats.restarts = self._fleet.restarts
             running = sum(flight.part is not None for flight in self._flights)
@@ -124,7 +123,6 @@ class ServedEngine(RequestEngine):
 
     @property
     def failure(self) -> EngineError | None:
-        """Why no request can succeed any more, or None."""
         return self._fleet.failure
 
     # Generating
@@ -137,15 +135,7 @@ class ServedEngine(RequestEngine):
         sink: TokenSink | None = None,
         so_far: Generation | None = None,
     ) -> Generation:
-        """Sample one completion; see `Engine.generate`.
-
-        Raises:
-            ContextLengthError: The prompt leaves no room for a single token.
-            ConfigError: A sampling setting is out of its range, or not honoured by the servers.
-            GrammarError: The sampling's grammar cannot be compiled.
-            EngineLostError: The server died while the request was in flight.
-            EngineError: The server refused it, or the engine was closed.
-        """
+        """See `Engine.generate`."""
         self._check(sampling)
         if sampling.grammar:
             if not self._capabilities.grammars:
@@ -165,7 +155,7 @@ class ServedEngine(RequestEngine):
         return flight.generation()
 
     async def _part(self, flight: Flight, session: str) -> None:
-        """Sample until the end, or until a pause."""
+        """Sample until the completion ends or a pause begins."""
         seat = await self._seat(session)
         with self._gate:
             if self._closed:
@@ -254,12 +244,12 @@ class ServedEngine(RequestEngine):
             with self._gate:
                 self._stats.sampled_tokens += len(progress.completion_ids) - before
         if sampled.finish_reason == "stop" and progress.sampling.grammar:
-            progress.finish_reason = "stop"  # nothing may follow what is there
+            progress.finish_reason = "stop"  # nothing can follow
             return True
         return False
 
     async def _seat(self, session: str) -> Seat:
-        """The server of a session, running."""
+        """The session's server, started if necessary."""
         with self._gate:
             seat = self._sessions.pop(session, None)
             if seat is None:
@@ -276,7 +266,7 @@ class ServedEngine(RequestEngine):
 
     @asynccontextmanager
     async def pause(self) -> AsyncIterator[None]:
-        """Hold generation between two tokens while the block runs; blocks may be nested."""
+        """Hold generation between two tokens while the block runs; may be nested."""
         with self._gate:
             self._pauses += 1
             flights = list(self._flights)
@@ -302,8 +292,8 @@ class ServedEngine(RequestEngine):
     async def training(self) -> AsyncIterator[None]:
         """See `TrainingEngine.training`.
 
-        A server that has to be started meanwhile is started with the weights of `update_weights`,
-        unless those that it should serve are there as a folder.
+        A server that must be started meanwhile gets the weights of `update_weights`, unless the
+        weights that it should serve exist as a folder.
         """
         async with AsyncExitStack() as held:
             if self._sleeps:
@@ -324,7 +314,7 @@ class ServedEngine(RequestEngine):
 
     @property
     def _must_wait(self) -> bool:
-        """Whether no server can be started, because there are no whole weights to start it with."""
+        """Whether no server can be started, for lack of complete weights."""
         return self._unfinished and not self._fleet.can_start
 
     def _bring_up(self, seat: Seat) -> None:
@@ -332,26 +322,23 @@ class ServedEngine(RequestEngine):
             self._fleet.bring_up(seat, self._version)
 
     async def start(self) -> None:
-        """Start every server that does not run yet.
+        """Start every server that is not running.
 
         Raises:
-            EngineError: One does not come up.
+            EngineError: One does not start.
         """
         for seat in self._fleet.seats:
             await self._locked(self._bring_up, seat)
 
     async def update_weights(self, version: int) -> None:
-        """Serve the weights as they are now under `version`; see `Engine.update_weights`.
-
-        A server that died, before or meanwhile, is started with them.
-        """
+        """See `Engine.update_weights`. A server that died, before or meanwhile, is started with
+        them."""
         async with self.pause():
             started = time.perf_counter()
             await self._locked(self._change_weights, version)
             self._stats.update_seconds = time.perf_counter() - started
 
     async def close(self) -> None:
-        """Stop; requests in flight fail."""
         with self._gate:
             self._closed = True
             flights = list(self._flights)
@@ -373,10 +360,9 @@ class ServedEngine(RequestEngine):
 
 
 def continued_seed(seed: int, done: int) -> int:
-    """The seed of a part that begins after `done` tokens, in [0, 2**63).
+    """Seed of a part that begins after `done` tokens, in [0, 2**63).
 
-    Another one for each part: with the first part's, the random numbers of its first tokens would
-    come again.
+    Each part needs a different one: with the first part's seed its random numbers would repeat.
     """
     if not done:
         return seed % 2**63

@@ -1,4 +1,4 @@
-"""One completion on its way through an engine."""
+"""The state of one completion in an engine."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ P = TypeVar("P", bound="Progress")
 
 @dataclass(eq=False)
 class Progress:
-    """A prompt, its settings and what has been sampled so far.
+    """A prompt, its settings and the tokens sampled so far.
 
     Attributes:
         prompt_ids: Token ids, shape [P].
-        limit: The most tokens it may sample: `max_tokens`, or less where the context ends.
+        limit: Maximum number of sampled tokens: `max_tokens`, or less at the end of the context.
         end_ids: Token ids that end a completion.
-        sink: Is told of each token.
-        cached_tokens: Prompt tokens reused when it was first admitted; -1 before that.
+        sink: Receives each token.
+        cached_tokens: Prompt tokens reused when the request was first admitted; -1 before that.
         cancelled: Nobody waits for it any more.
     """
 
@@ -70,11 +70,11 @@ class Progress:
     cancelled: bool = False
 
     def token_ids(self) -> list[int]:
-        """Prompt and completion so far: what the next token depends on."""
+        """Prompt and completion so far, on which the next token depends."""
         return self.prompt_ids + self.completion_ids
 
     def push(self, token_id: int, logprob: float, version: int) -> bool:
-        """Take a sampled token; True when it was the last one."""
+        """Take a sampled token; True if it was the last one."""
         if self.sink is not None and not self.sink.push(token_id, logprob, version):
             self.cancelled = True
             return False
@@ -88,7 +88,7 @@ class Progress:
         return self.finish_reason is not None
 
     def go_on(self, so_far: Generation) -> None:
-        """Take over the first tokens of the completion, which were sampled before."""
+        """Take over the first tokens of the completion, which were sampled earlier."""
         self.completion_ids += so_far.completion_ids
         self.logprobs += so_far.logprobs
         self.versions += so_far.versions
@@ -99,7 +99,6 @@ class Progress:
                 self.stops.push(token_id)
 
     def generation(self) -> Generation:
-        """The finished completion."""
         assert self.finish_reason is not None
         return Generation(
             completion_ids=tuple(self.completion_ids),
@@ -118,10 +117,10 @@ class Request(Progress):
 
     Attributes:
         uniforms: The request's own random stream; one number is drawn per sampled token.
-        future: Receives the Generation, on the event loop that asked for it.
-        form: Where it is in its grammar; None without one.
-        edits: What is done to single logits; None where nothing is.
-        error: Why it cannot go on, although the others of its batch can.
+        future: Receives the Generation, on the event loop of the caller.
+        form: Position in its grammar; None without one.
+        edits: Changes of single logits; None if there are none.
+        error: Why it cannot continue, although the others of its batch can.
     """
 
     uniforms: Random
@@ -140,7 +139,7 @@ class Request(Progress):
         return self.cancelled or self.future.get_loop().is_closed()
 
     def settle(self, outcome: Generation | EngineError | GrammarError) -> None:
-        """Give the result or the error to whoever waits for it, from any thread."""
+        """Give the result or the error to the caller, from any thread."""
 
         def deliver() -> None:
             if self.future.done():
@@ -154,14 +153,14 @@ class Request(Progress):
             self.future.get_loop().call_soon_threadsafe(deliver)
 
     def go_on(self, so_far: Generation) -> None:
-        """As `Progress.go_on`; raises GrammarError where its grammar does not allow them."""
+        """Like `Progress.go_on`; raises GrammarError if the grammar does not allow the tokens."""
         super().go_on(so_far)
         if self.form is not None:
             for token_id in so_far.completion_ids:
                 self.form.advance(token_id)
 
     def push(self, token_id: int, logprob: float, version: int) -> bool:
-        """Take a sampled token; True when it was the last one, or cannot be followed."""
+        """Take a sampled token; True if it was the last one or nothing can follow it."""
         finished = super().push(token_id, logprob, version)
         if self.form is not None and not self.cancelled:
             try:
@@ -173,14 +172,14 @@ class Request(Progress):
 
 
 class RequestEngine(DescribedEngine):
-    """What engines have in common that take a request from its first token to its last.
+    """Base class of engines that handle a request from its first token to its last.
 
     Args:
         tokenizer: For stop strings and grammars.
         end_ids: Token ids that end a completion.
         vocabulary: Number of token ids that the model knows.
-        max_model_len: Prompt and completion tokens of one request at most.
-        version: Version of the weights as they are now.
+        max_model_len: Maximum of prompt and completion tokens of one request.
+        version: Version of the current weights.
         grammars: Whether our grammars are followed exactly.
         shares_weights, every_setting, goes_on: As in `EngineCapabilities`.
     """
@@ -216,7 +215,6 @@ class RequestEngine(DescribedEngine):
 
     @property
     def grammars(self) -> Grammars:
-        """What it compiles grammars with; the trainer replays completions with the same."""
         return self._grammars
 
     def _begun(
@@ -228,17 +226,9 @@ class RequestEngine(DescribedEngine):
         so_far: Generation | None,
         **own: Any,
     ) -> P:
-        """A request of `kind`, with its `own` fields.
-
-        Raises:
-            ConfigError: This engine does not honour a setting.
-            ContextLengthError: The prompt leaves no room for a single token.
-            GrammarError: `so_far` is not of the form that is asked for.
-            EngineError: It is empty, or it or the settings have ids that the model does not know,
-                or it cannot go on from `so_far`.
-        """
+        """Create a request of `kind`, with its `own` fields, after checking ids and settings."""
         if sampling.rare and not self._capabilities.every_setting:
-            raise ConfigError(f"this engine does not honour {', '.join(sampling.rare)}")
+            raise ConfigError(f"this engine does not support {', '.join(sampling.rare)}")
         prompt, longest = list(prompt_ids), self._capabilities.max_model_len
         if len(prompt) >= longest:
             raise ContextLengthError(
@@ -273,20 +263,20 @@ class RequestEngine(DescribedEngine):
         if so_far is not None:
             if not self._capabilities.can_go_on(sampling):
                 raise EngineError(
-                    "this engine cannot go on from the first tokens of a completion that is held "
-                    "to a grammar, or whose own tokens are counted (penalties, bad_words)"
+                    "this engine cannot continue a partial completion that has a grammar or whose "
+                    "tokens are counted (penalties, bad_words)"
                 )
             if len(begun) >= progress.limit or progress.end_ids.intersection(begun):
                 raise EngineError(
                     f"a completion of {len(begun)} tokens, of {progress.limit} at most, has ended: "
-                    "there is nothing to go on from"
+                    "there is nothing to continue"
                 )
             progress.go_on(so_far)
         return progress
 
 
 def end_ids_of(generation_config: Any, tokenizer: Any) -> frozenset[int]:
-    """End-of-sequence ids that the model's generation settings and the tokenizer name."""
+    """End-of-sequence ids named by the model's generation settings and the tokenizer."""
     named = getattr(generation_config, "eos_token_id", None)
     ids = [] if named is None else named if isinstance(named, list) else [named]
     return frozenset([*ids, *(() if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])])
@@ -302,8 +292,8 @@ def sample_next(
         batch: The requests' settings, in the same order.
 
     Returns:
-        The sampled ids, [n], and the positions in `requests` of those that are finished, ascending.
-        Where a grammar cannot be followed any further the request is finished, with its error.
+        The sampled ids, [n], and the positions in `requests` of the finished ones, ascending. A
+        request whose grammar cannot be followed any further is finished with its error.
 
     Raises:
         EngineError: The logits are not finite; no request has changed.
@@ -346,7 +336,7 @@ def _edit(request: Request) -> Edit:
 def _within_grammars(
     requests: Sequence[Request], constrained: Sequence[int], logits: Tensor
 ) -> Tensor:
-    """Logits with -inf outside the grammars of the requests at the places `constrained`, [n, V]."""
+    """Logits [n, V] with -inf outside the grammars of the requests at the places `constrained`."""
     places, masks = [], []
     for place in constrained:
         form = requests[place].form
@@ -365,14 +355,14 @@ def _within_grammars(
 
 @dataclass(eq=False, kw_only=True)
 class Flight(Progress):
-    """A request, and the part of it that is being sampled in another process."""
+    """A request and the part of it that is being sampled in another process."""
 
     loop: asyncio.AbstractEventLoop
     wake: asyncio.Event
     part: asyncio.Task[None] | None = None
 
     def end_part(self) -> None:
-        part = self.part  # which the request's own thread may take away meanwhile
+        part = self.part  # which the request's own thread may clear meanwhile
         if part is not None:
             with suppress(RuntimeError):  # its loop was closed: nobody waits
                 self.loop.call_soon_threadsafe(part.cancel)

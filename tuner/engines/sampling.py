@@ -2,14 +2,13 @@
 
     logits ─grammar─edits─/ temperature─▶ min_p ─▶ top_k ─▶ top_p ─renormalise─▶ log-probs ─u─▶ ids
 
-Log-probs are those of the last distribution in the line. A trainer that wants the same quantity
-does the same with its own logits: what a grammar does not allow is removed
-(`tuner/engines/grammar.py`), penalties and bias are applied (`logit_edits.py`), and the tokens
-stay that were left when the call was sampled.
+Log-probs are those of the final distribution. A trainer gets the same quantity by doing the same
+with its own logits: it removes tokens outside the grammar (`tuner/engines/grammar.py`), applies
+penalties and bias (`LogitEdits`), and keeps the tokens that were kept when the call was sampled.
 
-These are written down, because top_k, top_p and min_p are functions of the weights: applied again
-under other weights they leave other tokens, and a ratio of two such log-probs compares two
-distributions. At one position they are a text that a trace can hold:
+The kept tokens are recorded because top_k, top_p and min_p are functions of the weights: applied
+again under other weights they keep other tokens, and a ratio of two such log-probs compares two
+distributions. A trace stores them for each position as text:
 
     "" : not cut, or not known      "i..." : k ids, 32 bits each      "b..." : one bit a token
 
@@ -36,7 +35,7 @@ _TWO = "from -2 to 2"
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Refuse settings that define no distribution.
+    """Reject settings that define no distribution.
 
     Raises:
         ConfigError: Names the setting, its value and what is allowed.
@@ -88,13 +87,13 @@ def sampled_logprobs(
     """Log-probs of the distribution that a token is sampled from.
 
     Args:
-        logits: Shape [..., V]; half precision is taken up to float32, float64 stays.
+        logits: Shape [..., V]; half precision is raised to float32, float64 stays.
         temperature: A number, or one per row with the shape of `logits[..., 0]`; 0 is greedy.
         top_k: Likewise; -1 keeps every token. Ties with the k-th token are kept.
-        top_p: Likewise; the smallest set of most probable tokens with this mass is kept.
-        min_p: Likewise; tokens at least this share as probable as the most probable are kept, and
-            the other two look at these alone.
-        largest_k: The largest `top_k`, where the caller knows it; else a tensor is looked at, for
+        top_p: Likewise; keeps the smallest set of most probable tokens with this mass.
+        min_p: Likewise; keeps tokens with at least this share of the highest probability. top_k
+            and top_p see only these.
+        largest_k: The largest `top_k`, if the caller knows it; otherwise a tensor is read, for
             which Python waits for the device.
 
     Returns:
@@ -152,13 +151,13 @@ def _keep_top_p(logprobs: Tensor, top_p: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """The settings of a batch as tensors, or plain numbers where the whole batch agrees on "off".
+    """Settings of a batch as tensors, or as plain numbers if they are off for the whole batch.
 
     Attributes:
         temperature, top_k, top_p, min_p: Shape [n], or 1.0, -1, 1.0 and 0.0.
-        constrained: Places of the settings that have a grammar.
-        edited: Of those that change single logits.
-        cut: Of those that leave a part of the vocabulary.
+        constrained: Indices of requests with a grammar.
+        edited: Indices of requests that change single logits.
+        cut: Indices of requests that keep a part of the vocabulary.
         top_logprobs: The most alternatives that any request asks for.
     """
 
@@ -223,7 +222,7 @@ def choose(logprobs: Tensor, uniforms: Sequence[float]) -> tuple[list[int], list
 
 
 def most_probable(logprobs: Tensor, count: int) -> list[list[tuple[int, float]]]:
-    """For each row the `count` most probable (id, log-prob), fewer where fewer can be sampled."""
+    """For each row the `count` most probable (id, log-prob), or fewer if fewer can be sampled."""
     values, ids = logprobs.topk(min(count, logprobs.shape[-1]), dim=-1)
     return [
         [(token, value) for token, value in zip(row_ids, row, strict=True) if value > -math.inf]
@@ -231,13 +230,13 @@ def most_probable(logprobs: Tensor, count: int) -> list[list[tuple[int, float]]]
     ]
 
 
-# What a cut left
+# The kept tokens as text
 
 _IDS = np.dtype("<u4")
 
 
 def packed_kept(ids: np.ndarray[Any, Any], vocabulary: int) -> str:
-    """The tokens that were left, shape [k], of a model with so many logits."""
+    """Encode the kept tokens, shape [k], of a model with `vocabulary` logits."""
     if ids.size * _IDS.itemsize * 8 <= vocabulary:
         return "i" + base64.b64encode(np.sort(ids).astype(_IDS).tobytes()).decode()
     left = np.zeros(vocabulary, dtype=np.uint8)
@@ -246,10 +245,10 @@ def packed_kept(ids: np.ndarray[Any, Any], vocabulary: int) -> str:
 
 
 def kept_ids(kept: str) -> np.ndarray[Any, Any]:
-    """The ids again, ascending, shape [k].
+    """Decode kept tokens: ascending ids, shape [k].
 
     Raises:
-        ValueError: It is not of this form.
+        ValueError: The text does not have this form.
     """
     data = base64.b64decode(kept[1:], validate=True)
     if kept[:1] == "i":
@@ -260,13 +259,13 @@ def kept_ids(kept: str) -> np.ndarray[Any, Any]:
     raise ValueError(f"a set of kept tokens begins with 'i' or 'b', not {kept[:1]!r}")
 
 
-# What a request's settings make of single logits: bias, penalties, words that may not be written.
+# Changes of single logits by a request's settings: bias, penalties, bad words.
 #
 #     logits ─grammar─▶ + bias ─▶ / or * repetition ─▶ - frequency * count - presence
 #            ─▶ / temperature
 #
-# All of it follows from the settings and the tokens so far, and nothing from the weights, so that a
-# trainer can do it again. The formulas, their order and which tokens they look at are vLLM's (0.32,
+# They depend on the settings and the tokens so far, not on the weights, so a trainer can apply them
+# again. The formulas, their order and the tokens they look at are vLLM's (0.32,
 # `v1/worker/gpu/sample/`): repetition looks at prompt and completion, the others at the completion.
 
 
@@ -275,7 +274,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Edit:
-    """For each of the A tokens whose logit changes at one position what it is changed by."""
+    """Changes of logits at one position, for A tokens."""
 
     token_A: Array
     bias_A: Array
@@ -287,7 +286,7 @@ class LogitEdits:
     """The edits along one completion.
 
     Args:
-        sampling: Settings of which `edits_logits` holds.
+        sampling: Settings with `edits_logits`.
         prompt_ids: Shape [P].
         completion_ids: Sampled so far; may grow.
     """
@@ -302,7 +301,7 @@ class LogitEdits:
         self._bias = dict(sampling.logit_bias)
 
     def banned(self, count: int) -> list[int]:
-        """The tokens that would complete a bad word where the completion has `count` tokens."""
+        """The tokens that would complete a bad word after `count` tokens of completion."""
         done = self._completion_ids[:count]
         return [
             last
@@ -311,7 +310,7 @@ class LogitEdits:
         ]
 
     def after(self, count: int) -> Edit:
-        """What is edited where the completion has `count` tokens."""
+        """The edit after `count` tokens of completion."""
         s, done = self._sampling, self._completion_ids[:count]
         seen, counts = np.unique(np.array(done, dtype=np.int64), return_counts=True)
         bias = {**self._bias, **dict.fromkeys(self.banned(count), -math.inf)}
@@ -328,11 +327,11 @@ class LogitEdits:
 
 
 def edited(logits: Tensor, edits: Sequence[tuple[int, Edit]]) -> Tensor:
-    """Logits as they are sampled from but for temperature and cuts.
+    """Apply edits to logits, before temperature and cuts.
 
     Args:
         logits: Shape [n, V].
-        edits: Rows of it, each at most once, with what is edited there.
+        edits: Row numbers, each at most once, with the edit of each.
 
     Returns:
         Shape [n, V], float32 at least; differentiable with respect to `logits`.

@@ -1,4 +1,4 @@
-"""What `ServedEngine` generates on: a process that has a copy of the weights."""
+"""Servers that `ServedEngine` generates on: processes that hold a copy of the weights."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tuner.engines.base import EngineError, EngineLostError, FinishReason, Sampl
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights as a process can load them.
+    """Weights in a form that a process can load.
 
     Attributes:
-        folder: A model, or an adapter, in Hugging Face's form. None: they are to be had from the
-            trainer's memory alone.
-        label: Names them among all weights of all runs. A request says which weights it wants,
-            and a process that has others refuses it.
+        folder: A model or an adapter in Hugging Face's format. None: available from the trainer's
+            memory only.
+        label: Identifies them among the weights of all runs. A request names the weights that it
+            wants, and a process that has others rejects it.
     """
 
     folder: Path | None
@@ -44,12 +44,12 @@ class Sampled:
 
     Attributes:
         ids: Token ids, shape [T], T may be 0.
-        logprobs: Their log-probs under the distribution that was sampled from, shape [T].
-        top_logprobs: For each the most probable (id, log-prob), empty unless asked for.
-        cached_tokens: Prompt tokens that were not computed; -1 where it is not said yet.
+        logprobs: Log-probs under the distribution that was sampled from, shape [T].
+        top_logprobs: For each token the most probable (id, log-prob), empty unless asked for.
+        cached_tokens: Prompt tokens that were not computed; -1 if not known yet.
         finish_reason: Why these are the last ones.
-        kept: For each the ids that top_k, top_p and min_p left, none where they are more than were
-            listed; empty where nothing was cut.
+        kept: For each token the ids kept by top_k, top_p and min_p; empty for a token if there are
+            more than were listed, and altogether if nothing was cut.
     """
 
     ids: tuple[int, ...]
@@ -61,14 +61,7 @@ class Sampled:
 
 
 def finite_logprob(who: str, token: int, value: float) -> float:
-    """A sampled token's log-prob, which must be a number.
-
-    Args:
-        who: What sampled it, for the message.
-
-    Raises:
-        EngineError: It is not finite.
-    """
+    """Check that a sampled token's log-prob is finite; `who` is for the message."""
     if not math.isfinite(value):
         raise EngineError(
             f"{who} sampled token {token} with log-prob {value}: the model's logits are not "
@@ -79,7 +72,7 @@ def finite_logprob(who: str, token: int, value: float) -> float:
 
 
 def most_probable(pairs: Iterable[tuple[int, float]], count: int) -> tuple[tuple[int, float], ...]:
-    """The `count` most probable (id, log-prob) of those that can be sampled, best first."""
+    """The `count` most probable (id, log-prob) that can be sampled, best first."""
     possible = [(int(token), float(value)) for token, value in pairs if value > -math.inf]
     return tuple(sorted(possible, key=lambda pair: -pair[1])[:count])
 
@@ -87,24 +80,23 @@ def most_probable(pairs: Iterable[tuple[int, float]], count: int) -> tuple[tuple
 class TokenServer(Protocol):
     """One process, or group of processes, that generates.
 
-    `start`, `load`, `sleep` and `stop` block, and are called one at a time; `stream` is called
-    from any number of event loops.
+    `start`, `load`, `sleep` and `stop` block and are called one at a time; `stream` is called from
+    any number of event loops.
     """
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name for messages."""
 
     def start(self, weights: Weights) -> None:
-        """Make it serve `weights`, which are in a folder, whether it never ran, has died or runs
-        with others.
+        """Make it serve `weights`, given as a folder, whether it never ran, died or serves others.
 
         Raises:
-            EngineLostError: It does not come up; the message ends with its log.
+            EngineLostError: It does not start; the message ends with its log.
         """
 
     def sleep(self) -> None:
-        """Give back the device's memory. No request is in flight, and none comes before `load`.
+        """Release the device's memory. No request is in flight, and none comes before `load`.
 
         Raises:
             EngineLostError: It died.
@@ -112,7 +104,7 @@ class TokenServer(Protocol):
         """
 
     def load(self, weights: Weights) -> None:
-        """Serve `weights` instead, and forget every cached prefix. No request is in flight.
+        """Serve `weights` instead and drop every cached prefix. No request is in flight.
 
         Raises:
             EngineLostError: It died.
@@ -120,33 +112,33 @@ class TokenServer(Protocol):
         """
 
     def serves(self, label: str) -> bool:
-        """Whether it runs and has the weights of this label, whatever became of a stream: it may
-        have been the connection alone that broke.
+        """Whether it runs and has the weights with this label. Called after a stream broke, since
+        the connection alone may have failed.
 
         Raises:
             EngineLostError: It cannot be reached.
         """
 
     def stop(self) -> None:
-        """End it, or leave it alone where somebody else started it."""
+        """Stop the process if we started it."""
 
     def stream(
         self, prompt_ids: Sequence[int], sampling: SamplingParams, label: str
     ) -> AsyncGenerator[Sampled, None]:
         """Sample up to `sampling.max_tokens` tokens with the weights of this label.
 
-        Stop strings are not looked at. Closing the generator ends the completion.
+        Stop strings are ignored. Closing the generator ends the completion.
 
         Raises:
-            EngineLostError: It died, or cannot be reached.
-            EngineError: It refuses the request.
+            EngineLostError: It died or cannot be reached.
+            EngineError: It rejects the request.
         """
 
 
 _LOADING_SECONDS = 3600.0
-"""How long starting an engine and loading weights may take."""
+"""Time limit for starting an engine and loading weights."""
 _CONNECT_SECONDS = 300.0
-"""How long a server elsewhere may be away."""
+"""How long a remote server may be unreachable."""
 _POLL_SECONDS = 1.0
 _NOTICED = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -156,17 +148,17 @@ _NOTICED = [
         if hasattr(socket, name)  # not on every system
     ),
 ]
-"""A machine that is gone says nothing: a connection to it would stay open for ever. With these it
+"""Without these a connection to a machine that disappeared would stay open forever; with them it
 breaks after half a minute."""
 
 
 def patient_client(url: str, headers: Mapping[str, str]) -> httpx.AsyncClient:
-    """A client for completions, of any number at once."""
+    """A client for any number of concurrent completions."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
     return httpx.AsyncClient(
         base_url=url,
         headers=headers,
-        # A completion may wait in line and take as long as its rollout may; connecting may not.
+        # A completion may be queued and take as long as its rollout may; connecting may not.
         timeout=httpx.Timeout(None, connect=60),
         transport=httpx.AsyncHTTPTransport(limits=limits, socket_options=_NOTICED),
         trust_env=False,
@@ -174,12 +166,12 @@ def patient_client(url: str, headers: Mapping[str, str]) -> httpx.AsyncClient:
 
 
 class RemoteServer:
-    """A server at an address, that somebody else runs.
+    """A server that somebody else runs at an address.
 
     Args:
-        kind: What it runs, for messages.
-        url: As in `http://10.0.0.2:8100`.
-        key: What every request must bring; empty for none.
+        kind: The engine that it runs, for messages.
+        url: For example `http://10.0.0.2:8100`.
+        key: Sent with every request; empty for none.
     """
 
     def __init__(self, kind: str, url: str, key: str) -> None:
@@ -191,26 +183,17 @@ class RemoteServer:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
         return f"the {self._kind} server at {self._url}"
 
     def stop(self) -> None:
-        """Leave it alone."""
+        """Leave the server running."""
 
     def sleep(self) -> None:
-        """Not asked of a server elsewhere: it has GPUs that nobody trains on.
-
-        Raises:
-            EngineError: It was.
-        """
+        """Raise EngineError: a remote server shares no GPU with the trainer."""
         raise EngineError(f"{self.name} shares no GPU with the trainer, so it does not sleep")
 
     def _wait_for(self, path: str) -> None:
-        """Wait until it answers anything.
-
-        Raises:
-            EngineLostError: It does not for five minutes.
-        """
+        """Wait until the server answers at all; raises EngineLostError after five minutes."""
         deadline = time.monotonic() + _CONNECT_SECONDS
         while True:
             try:
@@ -223,12 +206,7 @@ class RemoteServer:
             time.sleep(_POLL_SECONDS)
 
     def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """What it answers to a GET, or to a POST of `body`, as JSON.
-
-        Raises:
-            EngineLostError: It breaks off.
-            EngineError: It refuses.
-        """
+        """Send a GET, or a POST of `body`, and return the JSON answer."""
         try:
             with httpx.Client(
                 transport=httpx.HTTPTransport(socket_options=_NOTICED),
@@ -248,12 +226,7 @@ class RemoteServer:
         return answer.json()
 
     async def _lines(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[str, None]:
-        """The lines that it answers to a POST; closing the generator hangs up.
-
-        Raises:
-            EngineLostError: It breaks off.
-            EngineError: It refuses.
-        """
+        """Lines of the answer to a POST; closing the generator disconnects."""
         try:
             async with self._client().stream("POST", path, json=body) as response:
                 if response.status_code != 200:
@@ -272,7 +245,7 @@ class RemoteServer:
         return client
 
     def _refusal(self, status: int, body: bytes) -> EngineError:
-        """The error of an answer that is not 200."""
+        """The error for an answer that is not 200."""
         text = body.decode(errors="replace")
         try:
             found = json.loads(text)
@@ -281,9 +254,7 @@ class RemoteServer:
         except (ValueError, KeyError, TypeError, AttributeError):
             pass
         if status == 401:
-            text = (
-                f"{text[:300]}; it wants the key that the variable tuner.engine.api_key_env holds"
-            )
+            text = f"{text[:300]}; it expects the key in the variable tuner.engine.api_key_env"
         return EngineError(f"{self.name} refused a request with {status}: {text[:600]}")
 
     def _lost(self, what: str, error: Exception) -> EngineLostError:
@@ -298,14 +269,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Seat:
-    """One server.
+    """A server and its state.
 
     Attributes:
         up: Whether it serves the fleet's weights, as far as is known.
-        load: Requests that it is sampling for.
-        sessions: Sessions whose turns go to it.
+        load: Number of requests that it is sampling.
+        sessions: Number of sessions assigned to it.
         lost: Why it is not up any more.
-        doubtful: Whether that was a stream that broke off, and it may be as it was.
+        doubtful: Whether only a stream broke, so that the server may still be up.
     """
 
     server: TokenServer
@@ -317,26 +288,26 @@ class Seat:
     doubtful: bool = False
 
     def lose(self, error: EngineLostError, *, doubtful: bool = False) -> None:
-        """It died, or its connection did."""
+        """Mark the server, or its connection, as dead."""
         self.up, self.lost, self.doubtful = False, error, doubtful
 
 
 class Fleet:
-    """Starts servers, gives them weights, and starts those again that died.
+    """Starts servers, hands weights to them, and restarts those that died.
 
-    Its methods block, and are called one at a time.
+    Its methods block and are called one at a time.
 
     Args:
-        servers: None of them runs yet, or with whatever weights.
-        save: Writes the weights as they are now into a folder.
+        servers: Not running, or running with any weights.
+        save: Writes the current weights into a folder.
         folder: Where weights are handed over.
-        direct: Whether servers that run take new weights from the trainer's memory. A folder is
-            then written only for those that are started.
-        max_restarts: How often servers that died are started again, in all.
+        direct: Whether running servers take new weights from the trainer's memory. A folder is
+            then written only for servers that are started.
+        max_restarts: Maximum number of restarts, in total.
 
     Attributes:
-        weights: What is served; None before the first start.
-        restarts: How often one was started again.
+        weights: The weights being served; None before the first start.
+        restarts: Number of restarts so far.
         failure: Why nothing can be served any more.
     """
 
@@ -360,11 +331,11 @@ class Fleet:
         self._run = uuid.uuid4().hex[:12]
 
     def bring_up(self, seat: Seat, version: int) -> None:
-        """Start a server that is not up, with the weights that are served.
+        """Start a server that is not up, with the weights being served.
 
         Raises:
-            EngineLostError: It does not come up; the next call tries again.
-            EngineError: It died too often, or cannot have the weights; so will every later call.
+            EngineLostError: It does not start; the next call tries again.
+            EngineError: It died too often or cannot load the weights; every later call fails too.
         """
         if self.failure is not None:
             raise EngineError(str(self.failure)) from self.failure
@@ -391,8 +362,8 @@ class Fleet:
         seat.up = True
 
     def _look_again(self, seat: Seat) -> None:
-        """Take a server for up that still has what is served. To start it anew would end what
-        others are sampling on it, and a few cut connections would be the end of the run."""
+        """Mark a server as up if it still serves the weights. Restarting it would end other
+        requests on it, and a few broken connections would end the run."""
         if seat.up or not seat.doubtful or self.weights is None:
             return
         try:
@@ -400,25 +371,25 @@ class Fleet:
         except EngineLostError as error:
             seat.lose(error)
         if seat.up:
-            _log.warning("%s is as it was: %s", seat.server.name, seat.lost)
+            _log.warning("%s is still running: %s", seat.server.name, seat.lost)
         seat.doubtful = False
 
     def _count_restart(self, seat: Seat) -> None:
         if self.restarts >= self._max_restarts:
             self.failure = EngineError(
                 f"{seat.server.name} died after {self.restarts} restarts of the run's servers, and "
-                f"tuner.engine.max_restarts is {self._max_restarts}: nothing can be generated any "
-                f"more. {seat.lost}"
+                f"tuner.engine.max_restarts is {self._max_restarts}: nothing more can be "
+                f"generated. {seat.lost}"
             )
             raise self.failure from seat.lost
         self.restarts += 1
         _log.warning("starting %s again: %s", seat.server.name, seat.lost)
 
     def change_weights(self, version: int) -> None:
-        """Serve the weights as they are now, everywhere, with nothing computed by others.
+        """Serve the current weights on every server, without anything cached for older ones.
 
         Raises:
-            EngineError: A server cannot have them, or died too often.
+            EngineError: A server cannot load them, or died too often.
         """
         for seat in self.seats:
             self._look_again(seat)
@@ -433,7 +404,7 @@ class Fleet:
             self._remove(before)
 
     def sleep(self) -> None:
-        """Let every server that runs give back its memory until the weights change.
+        """Let every running server release its memory until the weights change.
 
         Raises:
             EngineError: One cannot.
@@ -443,7 +414,7 @@ class Fleet:
                 self._tell(seat, seat.server.sleep)
 
     def _tell(self, seat: Seat, work: Callable[[], None]) -> None:
-        """Have a server do something; one that dies of it is not up any more."""
+        """Run `work` on a server; if the server dies, mark it as down."""
         try:
             work()
         except EngineLostError as error:
@@ -453,7 +424,7 @@ class Fleet:
             raise
 
     def stop(self) -> None:
-        """End every server, and remove the weights that were handed over."""
+        """Stop every server and remove the weights that were handed over."""
         for seat in self.seats:
             seat.up = False
             seat.server.stop()
@@ -464,7 +435,7 @@ class Fleet:
 
     @property
     def can_start(self) -> bool:
-        """Whether the weights that are served are there as a folder."""
+        """Whether the weights being served exist as a folder."""
         return self.weights is not None and self.weights.folder is not None
 
     def _label(self, version: int) -> str:

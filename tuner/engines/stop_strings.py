@@ -1,4 +1,4 @@
-"""Where a completion's text contains one of the strings that end it."""
+"""Detection of stop strings in a completion."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from transformers import PreTrainedTokenizerBase
 
 _UNFINISHED = "\ufffd"
 _LONGEST_CHARACTER = 8
-"""Tokens after which an undecodable tail is taken as it is: no character is longer in bytes."""
+"""Tokens after which an undecodable tail is kept as it is: no character has more bytes."""
 
 
 class StopStrings:
     """Watches one completion; a stop string may begin and end inside tokens.
 
-    Only the last few tokens are decoded: those since the last complete character, after the
-    ones before it (a tokenizer may write a token differently at the start of a text).
+    Only the last few tokens are decoded: those since the last complete character, and the ones
+    before it (a tokenizer may write a token differently at the start of a text).
 
-        ids      ...  a  b | c  d        text of (a b c d) minus text of (a b) = what c d add
+        ids      ...  a  b | c  d        text of (a b c d) minus text of (a b) = text added by c d
                       ^    ^
                  _start    _read
 

@@ -1,4 +1,4 @@
-"""The gateway: speaks OpenAI to agents and token ids to an engine, and records calls."""
+"""The gateway serves agents over OpenAI's API, calls an engine by token ids, and records calls."""
 
 from tuner.gateway.app import Gateway
 from tuner.gateway.families.renderer import ChatRenderer

@@ -1,4 +1,4 @@
-"""The gateway: finds the session behind a key and answers its requests, from whichever door."""
+"""The gateway: finds the session of a key and answers its requests, from any transport."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tuner.gateway.http import HttpDoor, Opening
 
 
-# One request on its way: its answer whole or as events, sampled once where its key says so.
+# Answering one request: whole or as events, sampled once per idempotency key.
 
 
 logger = logging.getLogger(__name__)
@@ -84,8 +84,8 @@ async def once(
     while (known := kept()) is not None:
         if known.request != digest:
             raise FieldError(
-                f"the idempotency key {key!r} was used for another request before: send each "
-                "request with a key of its own",
+                f"the idempotency key {key!r} was already used for another request: send each "
+                "request with a new key",
                 path=("Idempotency-Key",),
             )
         if known.answer is not None:
@@ -118,7 +118,7 @@ async def once(
 
 @dataclass(eq=False)
 class _Kept:
-    """A stream's events; they become the replay's answer when they have ended well."""
+    """A stream's events; they become the replayed answer if they end well."""
 
     events: Events
     completion: Completion
@@ -146,7 +146,7 @@ class _Kept:
 
 
 def failure(session: Session | None, error: Exception) -> RequestError:
-    """What a caller is told of a failure that is not its own; the session keeps the cause."""
+    """The error that a caller gets for an internal failure; the session keeps the cause."""
     logger.exception("a call of session %s failed", session.id if session else None)
     if session is not None:
         session.errors.append(error)
@@ -158,7 +158,7 @@ def failure(session: Session | None, error: Exception) -> RequestError:
 
 IDEMPOTENCY_HEADER = "idempotency-key"
 _AFTER_THE_END = 0.05  # seconds until a request with a sealed key is refused
-_REMEMBERED_KEYS = 100_000  # sealed keys that still get a sentence of their own
+_REMEMBERED_KEYS = 100_000  # sealed keys that still get a specific message
 
 
 EXCHANGES: dict[str, type[Exchange]] = {
@@ -171,25 +171,26 @@ COUNT_TOKENS = "/v1/messages/count_tokens"
 
 
 class Gateway:
-    """Speaks OpenAI to agents and token ids to one engine, and records calls.
+    """Serves agents over OpenAI's API, calls one engine with token ids, and records calls.
 
-    It belongs to the event loop that it is made in, or that first uses it: the engine is called
-    there, also for clients in other threads and loops.
+    It belongs to the event loop in which it is created or first used: the engine is called there,
+    also for clients in other threads and loops.
 
     Args:
-        engine: What generates.
-        renderer: The model family's chat form.
-        model_name: What requests must give as `model`.
-        reasoning: What becomes of earlier reasoning that is missing from a rendered prompt:
-            "template" leaves it out, "keep" puts it back as it was sampled.
-        opening: Where HTTP clients find it, once one asks; None is a free port of loopback.
+        engine: Generates completions.
+        renderer: Renders chats for the model family.
+        model_name: The `model` that requests must name.
+        reasoning: Treatment of earlier reasoning that is missing from a rendered prompt:
+            "template" leaves it out, "keep" restores the sampled tokens.
+        opening: Address for HTTP clients, opened when first needed; None is a free port of
+            loopback.
 
     Attributes:
-        service: The four of them.
+        service: The first four arguments.
         warned: The settings that `Session.warn_once` has warned of.
 
     Raises:
-        ConfigError: `reasoning` is "keep", and the renderer cannot tell what reasoning is.
+        ConfigError: `reasoning` is "keep", and the renderer does not recognise reasoning.
     """
 
     def __init__(
@@ -205,7 +206,7 @@ class Gateway:
         self.service = Service(engine, renderer, model_name, reasoning)
         self.warned: set[str] = set()
         self._sessions: dict[str, Session] = {}
-        self._ended: dict[str, str] = {}  # the sessions of sealed keys, the oldest first
+        self._ended: dict[str, str] = {}  # the sessions of sealed keys, oldest first
         self._stuck: dict[str, Callable[[], str]] = {}
         self._opening = threading.Lock()
         self._door: HttpDoor | None = None
@@ -233,17 +234,17 @@ class Gateway:
         key: str | None = None,
         sink: CallSink | None = None,
     ) -> Session:
-        """A new session with a key of its own, open until it is sealed.
+        """Create a session with its own key, open until it is sealed.
 
         Args:
-            session_id: A name for people, unique among the caller's; ids of calls depend on it.
+            session_id: A readable name, unique among the caller's; ids of calls depend on it.
             seed: Equal seeds, ids and requests give equal completions on equal weights.
             recorded: Whether its calls are kept.
-            defaults: What a request that does not say is sampled with.
-            limits: What it may ask for; None is anything.
-            script: The recorded rollout that it is answered from, as far as that goes.
-            key: Its key, where it has one already; without a dot.
-            sink: Gets its calls before they are answered, and the replies.
+            defaults: Sampling settings for requests that do not set them.
+            limits: Limits of its requests; None for no limits.
+            script: A recorded rollout that answers it, as far as it goes.
+            key: Its key if it already has one; without a dot.
+            sink: Receives its calls before they are answered, and the replies.
         """
         session = Session(
             self.service,
@@ -261,7 +262,7 @@ class Gateway:
         return session
 
     def forget(self, key: str, session_id: str) -> None:
-        """Take a session's key out of service; from now on it is told that its session ended."""
+        """Invalidate a session's key; requests with it are told that the session has ended."""
         self._sessions.pop(key, None)
         self._ended[key] = session_id
         if len(self._ended) > _REMEMBERED_KEYS:
@@ -270,15 +271,15 @@ class Gateway:
     async def complete_tokens(
         self, session: Session, prompt_ids: Sequence[int], **settings: Any
     ) -> tuple[Generation, ...]:
-        """As `tuner.gateway.dialects.text.complete_tokens`."""
+        """See `tuner.gateway.dialects.text.complete_tokens`."""
         return await complete_tokens(session, prompt_ids, **settings)
 
     @property
     def base_url(self) -> str:
-        """Where HTTP clients find this gateway; the first use opens the door.
+        """The URL for HTTP clients; the first use starts the server.
 
         Raises:
-            RuntimeError: The gateway has no event loop yet to serve from.
+            RuntimeError: The gateway has no event loop to serve from yet.
         """
         return self._opened_door().base_url
 
@@ -291,7 +292,7 @@ class Gateway:
             return self._door
 
     async def aclose(self) -> None:
-        """Seal every session and close the HTTP door."""
+        """Seal every session and stop the HTTP server."""
         for session in list(self._sessions.values()):
             session.seal()
         if self._door is not None:
@@ -301,7 +302,7 @@ class Gateway:
     async def handle(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes
     ) -> Reply | StreamReply:
-        """Answer one request; every door leads here. Never raises, unless it is cancelled.
+        """Answer one request, from any transport. Never raises unless it is cancelled.
 
         Args:
             method: "GET" or "POST".
@@ -316,16 +317,16 @@ class Gateway:
         return reply
 
     def refusal(self, path: str, headers: Mapping[str, str], error: RequestError) -> Reply:
-        """The reply to a request that could not be taken in whole."""
+        """The reply to a request that could not be read completely."""
         return Reply(error.status, _dialect(served_path(path), headers).error(error))
 
     @contextlib.contextmanager
     def refusing(self, keys: Iterable[str], why: Callable[[], str]) -> Iterator[None]:
-        """While the block runs requests with these keys are refused, from a thread: they come from
-        who keeps the event loop, and would wait for ever.
+        """While the block runs, refuse requests with these keys from a thread: the code that sends
+        them blocks the event loop and would wait forever.
 
         Args:
-            why: Says it, each time that one is refused.
+            why: Makes the message of each refusal.
         """
         self._stuck = dict.fromkeys(keys, why)
         try:
@@ -335,7 +336,7 @@ class Gateway:
             self._stuck = {}
 
     def check_not_stuck(self, headers: Mapping[str, str]) -> None:
-        """Raises RequestError where requests with this key are refused; in any thread."""
+        """Raise RequestError if requests with this key are refused; callable in any thread."""
         if self._stuck and (why := self._stuck.get(presented_key(headers)[0])) is not None:
             raise RequestError(why(), status=400, code="event_loop_blocked")
 
@@ -350,8 +351,8 @@ class Gateway:
                 self._loop = asyncio.get_running_loop()
             except RuntimeError:
                 raise RuntimeError(
-                    "the gateway was made outside an event loop and has none to serve from: "
-                    "make it, or call it first, inside the loop that the engine runs in"
+                    "the gateway was created outside an event loop and has none to serve from: "
+                    "create it, or call it first, inside the loop that the engine runs in"
                 ) from None
         return self._loop
 
@@ -382,7 +383,7 @@ class Gateway:
         headers: Mapping[str, str],
         body: bytes,
     ) -> Reply | StreamReply:
-        """The answer to what is asked for, a method and a path; raises RequestError for another."""
+        """The answer to `asked`, a method and a path."""
         method, _, path = asked.partition(" ")
         if method == "POST" and path in EXCHANGES:
             key = headers.get(IDEMPOTENCY_HEADER)
@@ -398,18 +399,18 @@ class Gateway:
         )
 
     async def _session(self, headers: Mapping[str, str]) -> tuple[Session, str | None]:
-        """The session behind the request's key, and the role that the key names."""
+        """The session of the request's key, and the role that the key names."""
         key, role = presented_key(headers)
         session = self._sessions.get(key)
         if session is not None and (not role or ROLE.fullmatch(role)):
             return session, role or None
         if key in self._ended:
-            # An agent that goes on regardless, in a loop, would leave no time for the others.
+            # Slow down an agent that keeps sending requests in a loop.
             await asyncio.sleep(_AFTER_THE_END)
             raise has_ended(self._ended[key])
         raise RequestError(
             "the API key belongs to no open session: use the api_key and base_url of the model "
-            "that the workflow was given",
+            "passed to the workflow",
             status=401,
             code="invalid_api_key",
         )
@@ -425,16 +426,16 @@ def presented_key(headers: Mapping[str, str]) -> tuple[str, str]:
 
 
 def served_path(path: str) -> str:
-    """Anthropic's client adds "/v1/messages" to a base URL, which ends in "/v1" already here."""
+    """Anthropic's client appends "/v1/messages" to a base URL that already ends in "/v1"."""
     return path.removeprefix("/v1") if path.startswith("/v1/v1/") else path
 
 
 def _dialect(path: str, headers: Mapping[str, str]) -> type[Exchange]:
-    """The dialect that a request is answered in, also where its path is not served.
+    """The dialect of a request, also for paths that are not served.
 
     Args:
-        path: As `_served` gives it.
-        headers: By lower-case name; Anthropic's clients name their version in one.
+        path: As returned by `served_path`.
+        headers: By lower-case name; Anthropic's clients send their version in one.
     """
     claude = path == COUNT_TOKENS or "anthropic-version" in headers
     return EXCHANGES.get(path, anthropic.MessagesExchange if claude else chat.ChatExchange)

@@ -1,13 +1,13 @@
-"""One request on its way: prompt, engine, choices; committed before the caller sees its end.
+"""One request: prompt, engine, choices; committed before the caller sees its end.
 
-Every dialect comes through here. What differs between them is how a request is read and how the
-answer is written; see `tuner/gateway/dialects`.
+Every dialect uses this code. Dialects differ in how a request is read and how the answer is
+written; see `tuner/gateway/dialects`.
 
     request ──▶ prompt ids ──▶ engine ──▶ tokens ──▶ choices ──▶ commit ──▶ Answer
                                             └──▶ deltas, for a stream
 
-Whatever ends a request early (a client that goes away, a session that is sealed, an engine that
-fails), the tokens sampled until then are in the trace, in calls marked `undelivered`.
+If a request ends early (the client disconnects, the session is sealed, the engine fails), the
+tokens sampled until then are in the trace, in calls marked `undelivered`.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class Pending:
     """A choice while it is sampled.
 
     Args:
-        prompt: What it follows.
+        prompt: Its prompt.
         sampling: Its settings.
-        wake: Called at each token, where somebody waits for it.
+        wake: Called at each token, if somebody waits for it.
 
     Attributes:
-        given: What its session's script gives of it, or None.
+        given: The part of it that the session's script provides, or None.
         tokens: Every token so far, with its log-prob and version.
     """
 
@@ -76,11 +76,11 @@ class Pending:
 
     @property
     def replayed(self) -> int:
-        """How many of its tokens the script gives."""
+        """Number of its tokens that the script provides."""
         return 0 if self.given is None else len(self.given.generation.completion_ids)
 
     def push(self, token_id: int, logprob: float, version: int) -> bool:
-        """As `TokenSink.push`."""
+        """See `TokenSink.push`."""
         with self._lock:
             if self._closed:
                 return False
@@ -90,18 +90,15 @@ class Pending:
         return True
 
     def close(self) -> None:
-        """Take no more tokens."""
+        """Accept no more tokens."""
         with self._lock:
             self._closed = True
 
     async def generation(self, engine: Engine, session: str, *, piecewise: bool) -> Generation:
-        """What the script gives, and then what the engine samples for the session.
+        """The tokens of the script, followed by those that the engine samples for the session.
 
         Args:
-            piecewise: Whether somebody reads each token of the script's as it comes.
-
-        Raises:
-            As `Engine.generate`.
+            piecewise: Whether a reader wants each token of the script separately.
         """
         if self.given is None:
             return await engine.generate(self.prompt.ids, self.sampling, session, self)
@@ -115,26 +112,25 @@ class Pending:
         return await engine.generate(self.prompt.ids, self.sampling, session, self, so_far)
 
 
-# Sampled token ids, as they come, to pieces of the message they spell.
+# From sampled token ids to pieces of the message they spell, as they arrive.
 #
 #     ids ──▶ text ──▶ up to a stop string ──▶ reasoning, content, tool calls
 #
 # Each stage passes on what is certain and keeps the rest: part of a character, of a stop string, of
-# a tag, white space that may belong to the form, a tool call that is not complete. So a piece is
-# never taken back, and all pieces together are the message that is parsed from the whole
-# completion.
+# a tag, white space that may belong to the format, an incomplete tool call. So a piece is never
+# taken back, and all pieces together are the message that is parsed from the whole completion.
 
 
 class MessageStream:
     """The message of one completion, piece by piece.
 
-    The work for each token does not grow with the completion: nothing that was said is read again.
+    The work per token does not grow with the completion: nothing is parsed twice.
 
     Args:
-        renderer: The chat form of the model.
+        renderer: Chat renderer of the model.
         prompt_ids: The prompt, whose end tells whether reasoning was already opened.
-        tools: Tools the model was shown; without any, no tool calls are looked for.
-        stop: Strings that end the completion; nothing from the first one on is said.
+        tools: Tools offered to the model; without any, no tool calls are parsed.
+        stop: Strings that end the completion; nothing from the first one on is returned.
         plain: All text is content: a completion without a chat template.
     """
 
@@ -158,32 +154,33 @@ class MessageStream:
         self._said: list[Delta] = []
 
     def push(self, ids: Sequence[int]) -> list[Delta]:
-        """Take the ids sampled next, shape [T]; what has become certain with them."""
+        """Take the next sampled ids, shape [T]; returns what has become certain."""
         known = [*self._last, *ids]
         self._last = known[-1:] if known and known[-1] in self._special else []
         text = self._stop.push(self._text.push(known[: len(known) - len(self._last)]))
         deltas = self._scanner.feed(text) if text else []
-        # An empty piece tells the parsers something, but not the reader.
+        # An empty piece informs the parsers, but not the reader.
         new = [delta for delta in deltas if delta != Delta(reasoning="")]
         self._said += new
         return new
 
     def finish(self, message: ParsedMessage) -> list[Delta]:
-        """What is still missing of the whole message.
+        """The rest of the whole message.
 
         Args:
-            message: What `ChatRenderer.parse` makes of all ids, with the same prompt, tools and
-                stop strings; for a plain text, the text as content.
+            message: Result of `ChatRenderer.parse` for all ids, with the same prompt, tools and
+                stop
+                strings; for a plain text, the text as content.
 
         Raises:
-            RuntimeError: The message does not begin with what was said.
+            RuntimeError: The message does not begin with what was streamed.
         """
         said = joined(self._said, 0)
         reasoning = _rest("reasoning", said.reasoning or "", message.reasoning)
         content = _rest("content", said.content or "", message.content)
         calls = len(said.tool_calls)
         if message.tool_calls[:calls] != said.tool_calls:
-            raise RuntimeError("the completion's tool calls are not those that were streamed")
+            raise RuntimeError("the completion's tool calls differ from those that were streamed")
         deltas = []
         if reasoning is not None:
             deltas.append(Delta(reasoning=reasoning))
@@ -194,7 +191,7 @@ class MessageStream:
 
 
 def _rest(kind: str, before: str, whole: str | None) -> str | None:
-    """What of `whole` was not said; None where nothing is missing."""
+    """The part of `whole` that was not streamed; None if nothing is missing."""
     if whole is None or not whole.startswith(before):
         if not before and whole is None:
             return None
@@ -204,7 +201,7 @@ def _rest(kind: str, before: str, whole: str | None) -> str | None:
 
 
 class _StopCut:
-    """Cuts a text that comes in pieces before the first stop string in it."""
+    """Cuts a text that arrives in pieces before the first stop string in it."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -228,38 +225,38 @@ class _StopCut:
 
 
 _REPLACEMENT = "\ufffd"
-# A byte that is a token of its own (SentencePiece). Such a run decodes as a whole: one byte more
+# A byte that is a token of its own (SentencePiece). Such a run decodes as a whole: one more byte
 # can turn all of it into replacement characters.
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-# No character of UTF-8 is longer in bytes, and no token here is shorter than one.
+# No UTF-8 character has more bytes, and each of these tokens is at least one.
 _LONGEST_CHARACTER = 4
-# Tokens without the end of a character after which an earlier end is looked for.
+# Tokens without a complete character after which an earlier boundary is searched.
 _LONG_WINDOW = 32
 
 
 class TextStream:
     """Decodes one completion.
 
-    Only the last few tokens are decoded: those since the last complete character, after the ones
+    Only the last few tokens are decoded: those since the last complete character, and the ones
     before it (a tokenizer may write a token differently at the start of a text).
 
-        ids      ...  a  b | c  d        text of (a b c d) minus what was said of it
+        ids      ...  a  b | c  d        text of (a b c d) minus the part already returned
                       ^
                  _window
 
-    The pieces make the text that all ids decode to, except a part of a character at the end.
+    The pieces join to the text that all ids decode to, except part of a character at the end.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._decode = partial(decode, tokenizer)
         self._window: list[int] = []
-        self._read = 0  # how many of the window's ids are all said
-        self._said = 0  # how many characters of the window's text are
+        self._read = 0  # number of the window's ids whose text is returned
+        self._said = 0  # number of characters of the window's text that are returned
         self._bytes: list[int] = []
 
     def push(self, ids: Sequence[int]) -> str:
-        """Take the next ids, shape [T]; the text that is certain with them."""
+        """Take the next ids, shape [T]; returns the text that is certain."""
         ids = [*self._bytes, *ids]
         whole = len(ids)
         while whole and self._is_byte(ids[whole - 1]):
@@ -270,7 +267,7 @@ class TextStream:
     def _decoded(self, ids: list[int]) -> str:
         self._window += ids
         text = self._decode(self._window)
-        # The last replacement character may be the part of a character that goes on.
+        # The last replacement character may be part of an incomplete character.
         whole = len(text) - text.endswith(_REPLACEMENT)
         new = text[self._said : whole]
         if whole == len(text):
@@ -284,7 +281,7 @@ class TextStream:
         return new
 
     def _shorten(self, text: str) -> None:
-        """Let go of the window's beginning where no character is cut by that."""
+        """Drop the window's beginning where that cuts no character."""
         last = len(self._window) - _LONGEST_CHARACTER
         for end in range(last, last - _LONGEST_CHARACTER, -1):
             before = self._decode(self._window[:end])
@@ -301,23 +298,23 @@ class TextStream:
 
 
 class Completion:
-    """One request of a session: `begin` it, and then `answer` or `stream` it.
+    """One request of a session: call `begin`, then `answer` or `stream`.
 
     Args:
-        session: Where its calls are committed.
+        session: Receives its calls.
         role: The role that its key names, or None.
-        request: What is asked for.
-        dialect: Whose form it came in.
-        prefix: What that dialect's response ids begin with.
+        request: The parsed request.
+        dialect: The request's dialect.
+        prefix: Prefix of the dialect's response ids.
 
     Attributes:
         id: The id of the response, once it has begun.
         committed: Whether its calls are in the trace.
         started: Unix time, seconds.
-        key: The idempotency key that it came with, or None.
+        key: Its idempotency key, or None.
 
     Raises:
-        RequestError: It is for another model.
+        RequestError: It names another model.
     """
 
     id: str
@@ -346,10 +343,10 @@ class Completion:
         self._sampled: list[Pending] = []
 
     async def begin(self) -> None:
-        """Make its prompts and count it, in the order in which its session's requests came.
+        """Render its prompts and count it, in the order in which the session's requests arrived.
 
         Raises:
-            RequestError: The request cannot be honoured.
+            RequestError: The request cannot be served.
         """
         request = self.request
         prepared = await in_turn(self.session.turns, self._prepared, long=request.long)
@@ -367,16 +364,16 @@ class Completion:
             self._follow(self.session.script)
 
     def _follow(self, script: Script) -> None:
-        """Take what a script gives of this request.
+        """Take the script's answer to this request.
 
         Raises:
-            RequestError: The session's rollout ends where it diverges, and it has.
+            RequestError: The session's rollout has diverged and is meant to end there.
         """
         request, session = self.request, self.session
         limit = _given(request.max_tokens, session.defaults.max_tokens)
         free = {"seed"} if request.seed is None else set()
         if limit is None or session.limits.tokens is not None:
-            free.add("max_tokens")  # what is left of a budget depends on what runs in parallel
+            free.add("max_tokens")  # the rest of a budget depends on what runs in parallel
         found = script.given(
             [sampled.prompt.ids for sampled in self._sampled],
             [sampled.sampling for sampled in self._sampled],
@@ -394,9 +391,9 @@ class Completion:
             self._sampled[index].given = one
 
     def _prepared(self) -> list[tuple[Prompt, int, str]]:
-        """Each prompt, how many tokens may follow it, and their grammar; in any thread.
+        """Each prompt, its maximum of new tokens, and its grammar; callable in any thread.
 
-        What cannot be honoured is refused here, before anything is counted.
+        Unsupported requests are rejected here, before anything is counted.
         """
         if self.session.sealed:
             raise has_ended(self.session.id)
@@ -422,7 +419,7 @@ class Completion:
         ]
 
     def _room(self, prompt_ids: Sequence[int]) -> int:
-        """How many tokens may follow the prompt."""
+        """Number of tokens that may follow the prompt."""
         limit = self.service.engine.capabilities.max_model_len
         if len(prompt_ids) >= limit:
             raise too_long(
@@ -432,11 +429,12 @@ class Completion:
         return limit - len(prompt_ids)
 
     def _sampling(self, room: int, seed: int, choice: int, grammar: str) -> SamplingParams:
-        """The settings in force for one choice."""
+        """The sampling settings of one choice."""
         request, defaults = self.request, self.session.defaults
         limit = _given(request.max_tokens, defaults.max_tokens)
         if request.seed is not None:
-            # Choices of one request differ; a single one has the very seed that was asked for.
+            # Choices of one request get different seeds; a single one gets exactly the requested
+            # seed.
             mixed = hashlib.blake2b(repr((request.seed, choice)).encode(), digest_size=8).digest()
             seed = request.seed if choice == 0 else int.from_bytes(mixed, "big")
         return SamplingParams(
@@ -475,7 +473,8 @@ class Completion:
             return self._commit([self._choice(*one) for one in enumerate(generations)])
 
     async def stream(self) -> AsyncGenerator[tuple[int, Delta] | Answer, None]:
-        """The choices' deltas as they are certain, and the answer once its calls are committed.
+        """Yield the choices' deltas when they are certain, and the answer once its calls are
+        committed.
 
         Raises:
             As `answer`. Closing the iterator before the answer abandons the request.
@@ -558,11 +557,10 @@ class Completion:
         )
 
     def call_id(self, index: int) -> str:
-        """The id of the call that makes choice `index`, the same in every dialect."""
+        """The id of the call of choice `index`, the same in every dialect."""
         return f"{self.id}-{index}"
 
     def tool_call_id(self, index: int, place: int) -> str:
-        """The id of the tool call at `place` in choice `index`."""
         if (given := self._sampled[index].given) is not None and given.tool_call_ids:
             return given.tool_call_ids[place]
         digest = self.session.digest("tool", self.call_id(index), place)
@@ -599,7 +597,7 @@ class Completion:
         return Answer(tuple(choices))
 
     def abandoned(self) -> list[Call]:
-        """The calls of a request that ended before its commit: what was sampled until now."""
+        """The calls of a request that ended before its commit, with the tokens sampled so far."""
         calls = []
         for index, sampled in enumerate(() if self.committed else self._sampled):
             sampled.close()
@@ -647,8 +645,8 @@ def chat_prompt(session: Session, request: CompletionRequest, limit: int | None 
     """The prompt of a request's messages, continued from what its session has sampled.
 
     Raises:
-        RequestError: 400: the template or the tokenizer refuses the messages, or they are too long
-            for a context of `limit` tokens by their length alone.
+        RequestError: 400: the template or the tokenizer rejects the messages, or their length
+            alone exceeds a context of `limit` tokens.
     """
     text = session.service.renderer.render_text(
         request.messages,

@@ -1,25 +1,24 @@
-"""Conversations go on with the ids that were sampled, not with the ids that their text would get.
+r"""Conversations continue with the sampled ids, not with the ids of their re-encoded text.
 
 A sampled text may be encoded differently when it comes back as history: the model wrote "an" and
-"swer", the tokenizer writes "answer". Then the engine computes the whole history again, and the
-model reads tokens that it did not write. So a session remembers each prompt and what was sampled
-after it, as alternating pieces of text, and finds them again in the next prompt's text:
+"swer", the tokenizer writes "answer". Then the engine would compute the whole history again, and
+the model would read tokens that it did not write. So a session remembers each prompt and what was
+sampled after it, as alternating pieces of text, and finds them again in the next prompt's text:
 
     text   <|im_start|>user\n2+40?<|im_end|>\n<|im_start|>assistant\n   the earlier prompt_ids
            It is 42.<|im_end|>                                         its completion_ids
            \n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n  encoded now
 
-A piece is found where the text the template rendered is the very text that was sampled. One more
-case counts as found: the rendered turn differs in the formatting of its tool calls alone, as when
-the model wrote `{"a":1}` and the template writes `{"a": 1}`. The parsers read the same message out
-of both texts, so the framework sent back what it was given, and the model reads its own tokens. A
-turn whose reasoning or words the template or the agent changed is another one: everything from
-there on is rendered afresh.
+A piece is found if the rendered text equals the sampled text. It also counts as found if the
+rendered turn differs only in the formatting of its tool calls, as when the model wrote `{"a":1}`
+and the template writes `{"a": 1}`. The parsers read the same message from both texts, so the
+framework returned what it was given, and the model reads its own tokens. If the template or the
+agent changed the reasoning or words of a turn, everything from that turn on is encoded anew.
 
-Under the policy `keep` a third case counts: the rendered turn says the same, but its reasoning is
+Under the policy `keep` a third case counts: the rendered turn is the same, but its reasoning is
 missing. Whether the template or the agent left it out, the model reads what it wrote. The prompt
 before the turn may have opened the reasoning, which a history does not show: a piece that ends with
-the reasoning's tags is found without them, too.
+the reasoning's tags is also found without them.
 """
 
 from __future__ import annotations
@@ -37,21 +36,21 @@ from tuner.gateway.families.renderer import ChatRenderer
 from tuner.gateway.families.template import Message, said
 from tuner.traces import ReasoningPolicy, Rerendered
 
-# When two texts are the same assistant turn, though they are not the same text.
+# When two different texts are the same assistant turn.
 
 
-# The end of a prompt gives a completion's first tokens their context when they are decoded.
+# The end of a prompt is the context in which a completion's first tokens are decoded.
 CONTEXT = 8
 LONGEST_OPENER = 64  # characters; "<think>\n\n</think>\n\n" has 19
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn's text, cut behind its reasoning.
+    """A turn's text, split after its reasoning.
 
     Attributes:
-        reasoning: Without the white space at its tags; "" where it says nothing, None without tags.
-        answer: Content and tool calls, as they stand in the text.
+        reasoning: Without the white space at its tags; "" if it is empty, None without tags.
+        answer: Content and tool calls, as in the text.
     """
 
     reasoning: str | None
@@ -59,7 +58,7 @@ class Turn:
 
 
 def turn(renderer: ChatRenderer, text: str, *, opened: bool = False) -> Turn:
-    """The turn that `text` spells; `opened` if the prompt before it has opened the reasoning."""
+    """Split the text of a turn; `opened` if the prompt before it has opened the reasoning."""
     reasoning, answer = renderer.reasoning(text, opened)
     return Turn(None if reasoning is None else reasoning.strip(), answer)
 
@@ -79,14 +78,14 @@ def reasoning_ids(
     before: int,
     tags: str,
 ) -> int:
-    """How many ids of a completion, and of its prompt's end, stand before its answer.
+    """Number of ids of a completion, and of its prompt's end, before its answer.
 
     Args:
-        renderer: What decodes.
+        renderer: Decodes ids.
         prompt_ids: Shape [P].
-        ids: What was sampled after it, shape [T].
+        ids: The sampled ids after it, shape [T].
         before: Characters of the completion before its answer.
-        tags: What the prompt's end writes of the reasoning; see `opener`.
+        tags: The part of the reasoning at the prompt's end; see `opener`.
     """
     context = list(prompt_ids[-CONTEXT:])
     base = len(renderer.decode(context))
@@ -97,16 +96,16 @@ def reasoning_ids(
     def tail(count: int) -> int:
         return len(renderer.decode(prompt_ids[len(prompt_ids) - count :]))
 
-    # Lengths of decoded text only grow with the ids, so the border is found without decoding all.
+    # The length of decoded text only grows with the ids, so the border is found by bisection.
     spoken = bisect_left(range(len(ids)), before, key=length)
     return spoken + bisect_left(range(len(prompt_ids)), len(tags), key=tail)
 
 
 def opener(renderer: ChatRenderer, tail: str) -> str:
-    r"""What the end of a prompt writes of the reasoning: "<think>\n", an empty block, or "".
+    r"""The part of the reasoning at the end of a prompt: "<think>\n", an empty block, or "".
 
     Args:
-        renderer: What reads reasoning.
+        renderer: Recognises reasoning.
         tail: The last `LONGEST_OPENER` characters of the prompt.
     """
     ends = (tail[start:] for start in range(len(tail)) if not tail[start].isspace())
@@ -116,17 +115,17 @@ def opener(renderer: ChatRenderer, tail: str) -> str:
 def same_but_for_reasoning(
     renderer: ChatRenderer, sampled: Turn, rendered: Turn, *, opened: bool, tools: Tools
 ) -> bool:
-    """Whether `rendered` is `sampled`, or is that without its reasoning.
+    """Whether `rendered` is `sampled`, with or without its reasoning.
 
-    The rest agrees word for word, or in all but the formatting of its tool calls. Line ends between
-    the reasoning's tags and the answer belong to the tags: where one of the texts has tags there,
-    the two may differ in them.
+    The rest must agree word for word, except for the formatting of tool calls. Line ends between
+    the reasoning's tags and the answer belong to the tags: if one of the texts has tags there, the
+    two may differ in them.
 
     Args:
-        renderer: What reads tool calls.
+        renderer: Parses tool calls.
         sampled, rendered: The two turns.
         opened: Whether the prompt before `sampled` ends with the reasoning's tags.
-        tools: Tools the model was shown; without any, no tool calls are looked for.
+        tools: Tools offered to the model; without any, no tool calls are parsed.
     """
     if rendered.reasoning and rendered.reasoning != sampled.reasoning:
         return False
@@ -145,11 +144,11 @@ def same_but_for_reasoning(
 
 
 def comparable(message: ParsedMessage, text: str) -> tuple[object, ...] | None:
-    """What a message says: equal for texts that differ in the formatting of tool calls alone.
+    """A key of the message: equal for texts that differ only in the formatting of tool calls.
 
-    Everything up to the end of reasoning and content counts word for word: a template that writes
-    their tags anew, or moves them, rewrites the turn. Arguments are compared as JSON, where 1, 1.0
-    and true differ. A message without tool calls is its text alone, and equals no other.
+    Everything up to the end of reasoning and content counts word for word: a template that changes
+    or moves its tags changes the turn. Arguments are compared as JSON, where 1, 1.0 and true
+    differ. None for a message without tool calls, which equals no other text.
     """
     if not message.tool_calls:
         return None
@@ -170,7 +169,7 @@ def comparable(message: ParsedMessage, text: str) -> tuple[object, ...] | None:
     return (text[:spoken], message.content, message.reasoning, calls)
 
 
-_REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
+_REPLACEMENT = "\ufffd"  # decoding of bytes that are no character
 
 
 @dataclass(frozen=True)
@@ -178,14 +177,14 @@ class Prompt:
     """A prompt as text and ids.
 
     Attributes:
-        ids: What the engine gets, shape [P].
-        reused: How many of `ids`, from the first on, were taken over from an earlier call.
+        ids: Ids for the engine, shape [P].
+        reused: Number of leading `ids` that were taken over from an earlier call.
         rerendered: Why its latest assistant turn was not taken over; see `Call.rerendered`.
-        turns: Assistant turns in it.
-        after: The completion that it goes on from.
-        text: What the template rendered after that completion.
-        kept_reasoning: How many of `ids` are reasoning that the template's text does not hold.
-        recomputed: How many of `ids` are turns that "keep" would have taken over.
+        turns: Number of its assistant turns.
+        after: The completion that it continues.
+        text: The text that the template rendered after that completion.
+        kept_reasoning: Number of `ids` of reasoning that the template's text does not contain.
+        recomputed: Number of `ids` of turns that "keep" would have taken over.
     """
 
     ids: tuple[int, ...]
@@ -200,18 +199,18 @@ class Prompt:
 
 @dataclass(eq=False)
 class _Completion:
-    """A committed completion, and the prompts that went on from it.
+    """A committed completion, and the prompts that continue it.
 
     Attributes:
         prompt_ids, ids: Prompt and completion, as sampled.
-        text: Of the completion; None if it holds parts of characters, "" at the root.
-        end: The special token that it ends with, if it does.
+        text: Text of the completion; None if it contains parts of characters, "" at the root.
+        end: The special token at its end, if any.
         opened: Whether the prompt has opened the reasoning.
-        tools: Tools the model was shown, in whose terms its calls are read.
+        tools: Tools offered to the model, for parsing its calls.
         turns: Assistant turns in the conversation up to here.
-        asked: The completions of each prompt that went on from here, by the text it added.
-        parsed, message: What it says, once that was asked; see `comparable`.
-        turn: The same, cut behind its reasoning.
+        asked: The completions of each prompt that continues it, by the text it added.
+        parsed, message: Its message, computed on demand; see `comparable`.
+        turn: The same, split after its reasoning.
     """
 
     prompt_ids: tuple[int, ...] = ()
@@ -229,13 +228,13 @@ class _Completion:
 
 @dataclass(frozen=True)
 class _Match:
-    """A completion found in a text, which goes on at `position`.
+    """A completion found in a text, which continues at `position`.
 
     Attributes:
         end: The completion's end token if it is in the text; the text after it is encoded in its
             context.
-        unseen: How many ids up to here are reasoning that is not in the text.
-        lacks_from: Where the first turn that lacks its reasoning begins.
+        unseen: Number of ids up to here that are reasoning missing from the text.
+        lacks_from: Position of the first turn that lacks its reasoning.
     """
 
     completion: _Completion
@@ -252,14 +251,14 @@ class _Match:
 
 
 class Conversations:
-    """What one session has prompted and sampled, found again in the text of a later prompt.
+    """All prompts and completions of one session, for finding them in the text of a later prompt.
 
     The first prompts of a session cost nothing: completions are decoded when a prompt with an
-    assistant turn comes. Each lookup walks the one matching branch and compares its text once.
+    assistant turn arrives. Each lookup walks the one matching branch and compares its text once.
 
     Args:
-        renderer: The chat form of the session's model.
-        reasoning: What becomes of reasoning that is missing from a rendered turn.
+        renderer: Chat renderer of the session's model.
+        reasoning: Treatment of reasoning that is missing from a rendered turn.
     """
 
     def __init__(self, renderer: ChatRenderer, reasoning: ReasoningPolicy = "template") -> None:
@@ -272,17 +271,17 @@ class Conversations:
     def prompt(
         self, text: str, turns: int, messages: Sequence[Message] = (), *, limit: int | None = None
     ) -> Prompt:
-        """The prompt with this text, begun with the ids of an earlier call where that is exact.
+        """The prompt with this text, starting with the ids of an earlier call where that is exact.
 
         Args:
-            text: As the template rendered it.
-            turns: Assistant turns in it.
-            messages: What it was rendered from. Under `keep`, reasoning that was sent back tells
-                apart completions that are otherwise the same.
-            limit: The context's tokens; None for a prompt of any length.
+            text: As rendered by the template.
+            turns: Number of its assistant turns.
+            messages: The messages that it was rendered from. Under `keep`, returned reasoning
+                distinguishes completions that are otherwise equal.
+            limit: Tokens of the context; None for a prompt of any length.
 
         Raises:
-            RequestError: 400: the text cannot be tokenized, or is too long by its length alone.
+            RequestError: 400: the text cannot be tokenized, or its length alone is too long.
         """
         if not turns:
             return Prompt(self._renderer.encode(text, limit), 0, None, 0, self._root, text)
@@ -313,16 +312,16 @@ class Conversations:
         return Prompt(ids, 0, obstacle, turns, self._root, text, recomputed=again)
 
     def raw(self, ids: tuple[int, ...]) -> Prompt:
-        """The prompt with these very ids, shape [P]."""
+        """The prompt with exactly these ids, shape [P]."""
         return Prompt(ids, 0, None, 0, self._root, "")
 
     def add(self, prompt: Prompt, completion_ids: tuple[int, ...], *, tools: Tools) -> None:
-        """Remember a committed call; also while a prompt is made in another thread.
+        """Remember a committed call; safe while a prompt is made in another thread.
 
         Args:
-            prompt: As `prompt` gave it.
-            completion_ids: What was sampled after it, shape [T].
-            tools: Tools the model was shown; without any, no tool calls are looked for.
+            prompt: As returned by `prompt`.
+            completion_ids: The ids sampled after it, shape [T].
+            tools: Tools offered to the model; without any, no tool calls are parsed.
         """
         self._unread.append((prompt, completion_ids, tools))
 
@@ -344,7 +343,7 @@ class Conversations:
         )
 
     def _text_of(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> str | None:
-        """The completion's text where it stands, or None where its bytes are no text."""
+        """The completion's text in its context, or None if its bytes are not text."""
         context = list(prompt_ids[-CONTEXT:])
         before = self._renderer.decode(context)
         whole = self._renderer.decode([*context, *ids])
@@ -353,7 +352,7 @@ class Conversations:
         return text if whole.startswith(before) and _REPLACEMENT not in text else None
 
     def _recomputed(self, text: str, messages: Sequence[Message]) -> int:
-        """Ids of the turns in `text` that lack nothing but reasoning: what `template` costs."""
+        """Ids of the turns in `text` that lack only their reasoning: the cost of `template`."""
         if self.reasoning == "keep" or not self._renderer.reads_reasoning:
             return 0
         match, _ = self._find(text, sent_reasoning(self._renderer, messages), keep=True)
@@ -362,15 +361,16 @@ class Conversations:
         return len(self._renderer.encode(text[match.lacks_from : match.position]))
 
     def _find(self, text: str, sent: Sequence[str], *, keep: bool) -> tuple[_Match, Rerendered]:
-        """The completion that reaches furthest into `text`; of equal ones the earliest committed.
+        """The completion that reaches furthest into `text`; among equal ones the earliest
+        committed.
 
         Returns:
-            The match (the root at 0 where there is none), and why the search ended there.
+            The match (the root at 0 if there is none), and why the search ended there.
         """
         best = _Match(self._root, 0, None)
         obstacle: Rerendered = "text"
         frontier = [best]
-        for match in frontier:  # which grows by what is found: the way down the matching branch
+        for match in frontier:  # grows by what is found: the path down the matching branch
             for asked, completions in match.completion.asked.items():
                 if keep:
                     found = self._said_again(match, asked, completions, text, sent)
@@ -389,7 +389,7 @@ class Conversations:
     def _rendered_again(
         self, match: _Match, asked: str, completions: Sequence[_Completion], text: str
     ) -> list[_Match] | None:
-        """Those of `completions` whose turn was rendered; None if `asked` is not before it."""
+        """Those of `completions` whose turn was rendered; None if `asked` does not precede it."""
         start = match.position + len(asked)
         if not text.startswith(asked, match.position):
             return None
@@ -408,8 +408,8 @@ class Conversations:
     ) -> list[_Match] | None:
         """Those of `completions` whose turn was rendered, with or without its reasoning.
 
-        If the agent sent reasoning back, those that reasoned so; else first those whose very text
-        was rendered. None if `asked` is not before the turn.
+        If the agent returned reasoning, those with that reasoning; otherwise those whose exact text
+        was rendered come first. None if `asked` does not precede the turn.
         """
         tags = self._opener(asked[-LONGEST_OPENER:])
         bare = asked.removesuffix(tags)
@@ -441,10 +441,10 @@ class Conversations:
         """The completion in place of the turn at `start`, if that lacks only its reasoning.
 
         Args:
-            completion: One that followed a prompt which ended with `tags`.
-            text, start: The rendered turn, without those tags or with them.
+            completion: A completion whose prompt ended with `tags`.
+            text, start: The rendered turn, with or without those tags.
             tags: See `opener`.
-            known: The reasoning that the agent sent back with the turn, "" for none.
+            known: The reasoning that the agent returned with the turn, "" for none.
         """
         if completion.text is None:
             return None
@@ -476,9 +476,9 @@ class Conversations:
     def _ends(
         self, completion: _Completion, text: str, start: int
     ) -> Iterator[tuple[int, int | None]]:
-        """Where the turn that begins at `start` may end, with the end token if it was sampled.
+        """Possible ends of the turn that begins at `start`, with the end token if it was sampled.
 
-        A turn that was cut off, or that the model ended with another token, ends at the template's.
+        A turn that was cut off, or that ended with another token, ends at the template's token.
         """
         for token in dict.fromkeys((completion.end, *self._renderer.turn_ends)):
             if token is not None:
@@ -496,8 +496,8 @@ class Conversations:
             if text.startswith(sampled, start):
                 return _Match(completion, start + len(sampled), completion.end)
             sampled = sampled.removesuffix(special.text(completion.end))
-        # Cut off, or ended by another token than the template writes: the template's own token
-        # ends the turn, and was not sampled.
+        # Cut off, or ended by another token than the template writes: the template's own token ends
+        # the turn and was not sampled.
         position = start + len(sampled)
         if text.startswith(sampled, start) and special.at(text, position) is not None:
             return _Match(completion, position, None)

@@ -1,4 +1,4 @@
-"""The door for everything else: the gateway as an ASGI app on a port, of loopback unless asked."""
+"""The HTTP server: the gateway as an ASGI app on a port, of loopback by default."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from tuner.gateway.service import EVENT_STREAM, Answers, Reply, StreamReply
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 STALLED_SECONDS = 60
-"""How long a client may neither send its request's headers or the rest of its body, nor read what
-it is sent."""
+"""How long a client may pause while sending headers or body, or while reading the answer."""
 MAX_CONNECTIONS = 16384
-"""Connections at the same time; never more than half of the files that the process may open."""
-# Who asks under another name was sent here by that name's DNS (DNS rebinding): a web page.
+"""Maximum of connections; never more than half of the files that the process may open."""
+# Other Host values are rejected to prevent DNS rebinding: a web page could reach the server by
+# them.
 _LOOPBACK = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d*)?", re.IGNORECASE)
 _PORT = re.compile(r":\d*$")
-# As uvicorn has it: the proxies that may say who asks, and how.
+# As in uvicorn: the proxies whose forwarding headers are trusted.
 _PROXIES = os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1,::1")
-_CONNECTION = "tuner.connection"  # under which the state of a scope has it
+_CONNECTION = "tuner.connection"  # key of the state in a scope
 
 
 @dataclass(frozen=True)
 class Opening:
-    """Where a door is, and whom it lets in.
+    """Address of an HTTP server, and the clients that it accepts.
 
     Attributes:
-        host: Address to listen at, or a name of it.
+        host: Address to listen at, or its name.
         port: 0 takes a free one.
-        names: What requests may give as `Host` besides the names of loopback, without a port.
-        max_body_bytes: Larger bodies are refused; None is `MAX_BODY_BYTES`.
+        names: Accepted `Host` values besides the names of loopback, without a port.
+        max_body_bytes: Larger bodies are rejected; None is `MAX_BODY_BYTES`.
         beside: An application for every path that does not begin with "/v1/", or None.
-        patience: Seconds that requests in flight have to end when it closes.
+        patience: Seconds that requests in flight get to finish when it closes.
     """
 
     host: str = "127.0.0.1"
@@ -58,8 +58,8 @@ class Opening:
 class HttpDoor:
     """Serves `gateway` on a port, as a task of `loop`.
 
-    The port is bound at once, so that `base_url` can be used from code that does not await:
-    what arrives before the server runs waits in the socket's queue.
+    The port is bound at once, so that code that does not await can use `base_url`: what arrives
+    before the server runs waits in the socket's queue.
 
     Raises:
         OSError: The port cannot be bound.
@@ -75,7 +75,7 @@ class HttpDoor:
         # asyncio turns Nagle's algorithm off only for sockets that say they are TCP; with it on,
         # answers wait 40 ms for the client's delayed acknowledgement.
         self._socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        # A server that is started again finds connections of the one before, which end slowly.
+        # A restarted server finds connections of the previous one, which end slowly.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(opening.port != 0))
         try:
             self._socket.bind(address)
@@ -92,9 +92,10 @@ class HttpDoor:
             lifespan="off",
             log_config=None,
             access_log=False,
-            proxy_headers=False,  # of which only what is beside reads anything
+            proxy_headers=False,  # only the additional application reads it
             timeout_graceful_shutdown=opening.patience,
-            # uvicorn's 5 s are httpx's too: what a client sends as both let go is lost.
+            # uvicorn's default of 5 s equals httpx's: requests sent while both sides close the
+            # connection would be lost.
             timeout_keep_alive=STALLED_SECONDS,
         )
         self._server, self._gateway = _Server(config), gateway
@@ -106,7 +107,7 @@ class HttpDoor:
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """While the block runs a thread accepts connections, too: the loop is kept from it."""
+        """Also accept connections in a thread while the block runs, because the loop is blocked."""
         endpoint = _Endpoint(self._gateway)
         server = _Server(
             uvicorn.Config(endpoint, http=_Connection, ws="none", lifespan="off", log_config=None)
@@ -122,7 +123,7 @@ class HttpDoor:
 
     async def aclose(self) -> None:
         """Stop serving, on the loop that serves; requests in flight get a second to end."""
-        await asyncio.sleep(0)  # a door that was opened this very moment has not started yet
+        await asyncio.sleep(0)  # a server that was opened this moment has not started yet
         if self._task is not None:
             while not (self._server.started or self._task.done()):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -139,18 +140,18 @@ class _Server(uvicorn.Server):
 
 
 class _Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # h11 or httptools
-    """A connection that has a time limit for the headers of each request, and is one of not too
-    many. uvicorn's own `timeout_keep_alive` begins after the first answer only, and ends with the
-    first byte; its `limit_concurrency` leaves the connections open."""
+    """A connection with a time limit for the headers of each request, and a limit of connections.
+    uvicorn's own `timeout_keep_alive` begins only after the first answer and ends with the first
+    byte; its `limit_concurrency` leaves connections open."""
 
     _deadline: asyncio.TimerHandle | None = None
     answering: asyncio.Task[Any] | None = None
-    """What answers its request, and is cancelled when the client goes away."""
+    """The task that answers its request, cancelled when the client disconnects."""
     gone = False
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(_Joined(transport))
-        # Which becomes the state of a request's scope.
+        # Becomes the state of a request's scope.
         self.app_state: dict[str, Any] = {**vars(self)["app_state"], _CONNECTION: self}
         limit = _most_connections()
         if len(self.connections) > limit:
@@ -177,7 +178,7 @@ class _Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # h11 or
 
     @property
     def read_whole(self) -> bool:
-        """Whether the body of the request that is answered is there."""
+        """Whether the whole body of the current request has arrived."""
         return not self.cycle.more_body
 
     def _wait_for_headers(self) -> None:
@@ -190,13 +191,13 @@ class _Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # h11 or
 
 
 class _Joined:
-    """A transport that sends the head of an answer with its body, which is one packet then."""
+    """A transport that sends the head of an answer together with its body, in one packet."""
 
     def __init__(self, transport: Any) -> None:
         self._transport = transport
         self._head: bytes | None = None
         self.more_comes = False
-        """Whether the next that is written waits for what is written after it."""
+        """Whether the next write waits for the one after it."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -220,12 +221,12 @@ def _most_connections() -> int:
 
 
 class _Endpoint:
-    """`Gateway.handle` as an ASGI application; a client that goes away cancels its request."""
+    """`Gateway.handle` as an ASGI application; a client that disconnects cancels its request."""
 
     def __init__(self, gateway: Answers, opening: Opening | None = None) -> None:
         self._gateway = gateway
         self._opening = opening = opening or Opening()
-        beside: Any = opening.beside  # uvicorn has types of its own for an application
+        beside: Any = opening.beside  # uvicorn has its own types for an application
         self._beside: Any = None if beside is None else ProxyHeadersMiddleware(beside, _PROXIES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -261,24 +262,24 @@ class _Endpoint:
                 await _send(reply, send, joined)
         except asyncio.CancelledError:
             if connection is None or not connection.gone or (task and task.uncancel()):
-                raise  # it is this request that is broken off
+                raise  # this request was cancelled
         finally:
             if connection is not None:
                 connection.answering = None
 
 
 def _check_door(headers: Mapping[str, str], names: frozenset[str]) -> None:
-    """Refuse a name that is neither this machine's own nor one of `names`, and WebSockets."""
+    """Reject a Host that is neither this machine nor one of `names`, and WebSockets."""
     host = headers.get("host", "localhost")
     if not _LOOPBACK.fullmatch(host) and _PORT.sub("", host).lower() not in names:
         known = ", ".join(("127.0.0.1", "localhost", *sorted(names)))
-        raise RequestError(f"the Host header is {shown(host)}: ask {known} or [::1]", status=421)
+        raise RequestError(f"the Host header is {shown(host)}: use {known} or [::1]", status=421)
     if headers.get("upgrade", "").lower() == "websocket":
         raise RequestError("WebSockets are not served: send an HTTP request", status=400)
 
 
 def _received(body: bytes, receive: Receive) -> Receive:
-    """What an application receives of a request whose body was read."""
+    """What an application receives of a request whose body was already read."""
     events: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def next_event() -> Message:
@@ -288,11 +289,11 @@ def _received(body: bytes, receive: Receive) -> Receive:
 
 
 async def _body(receive: Receive, limit: int, patience: float | None) -> bytes | None:
-    """The request's body, or None if the client left before its end.
+    """The request's body, or None if the client disconnected before its end.
 
     Args:
-        limit: Of its bytes.
-        patience: Seconds that the next part of it may take; None where all of it is there.
+        limit: Maximum number of bytes.
+        patience: Seconds that the next part of it may take; None if it is complete.
     """
     chunks: list[bytes] = []
     size = 0
@@ -301,7 +302,7 @@ async def _body(receive: Receive, limit: int, patience: float | None) -> bytes |
             event = await receive() if patience is None else await _in_time(receive, patience)
         except TimeoutError:
             raise RequestError(
-                f"nothing came for {STALLED_SECONDS} s while the body was read: send it at once",
+                f"no data arrived for {STALLED_SECONDS} s while the body was read: send it at once",
                 status=408,
             ) from None
         if event["type"] == "http.disconnect":
@@ -342,7 +343,7 @@ async def _send(reply: Reply, send: Send, connection: _Connection | None) -> Non
 async def _send_events(reply: StreamReply, send: Send) -> None:
     """Send a stream's events; a client that stops reading ends it.
 
-    Generation does not wait for the client: only what is written does.
+    Generation does not wait for the client, only sending does.
     """
     own = ("content-type", EVENT_STREAM), ("cache-control", "no-cache")
     headers = [(name.encode(), value.encode("latin-1")) for name, value in own + reply.headers]

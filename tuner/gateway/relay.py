@@ -1,7 +1,7 @@
-"""A gateway before a model elsewhere: the same sessions, keys and doors, another's engine.
+"""A gateway in front of a remote model: the same sessions and keys, with another engine.
 
-What goes through is recorded as people read it, with the tokens that the API bills; their ids and
-log-probs nobody knows, so it can be compared and never trained.
+Messages are recorded as text, with the token counts that the API bills. Ids and log-probs are
+unknown, so these calls can be compared but never trained.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from tuner.gateway.service import Reply, StreamReply
 from tuner.gateway.sessions import Session
 from tuner.traces import Call, Usage
 
-ELSEWHERE = "sampled by a model elsewhere: the ids of its tokens are not known"
+ELSEWHERE = "sampled by a remote model: its token ids are not known"
 CHAT = "POST /v1/chat/completions"
 
 
 class Relay(Gateway):
-    """Hands chat completions on as they are; what a request does not say is the API's to decide.
+    """Forwards chat completions unchanged; the API decides what a request does not set.
 
     Args:
-        client: Who is asked; None where workflows bring a model of their own, so that nobody is.
-        model_name: The model's name there, and what requests must give as `model`.
+        client: Client of the API; None if workflows bring their own models.
+        model_name: The model's name there, and the `model` that requests must name.
     """
 
     def __init__(self, client: openai.AsyncOpenAI | None, model_name: str) -> None:
@@ -58,14 +58,14 @@ class Relay(Gateway):
     ) -> Reply | StreamReply:
         if self._client is None:
             raise RequestError(
-                f"the workflow of this rollout ({session.id}) brings a model of its own, and there "
-                "is none here",
+                f"the workflow of this rollout ({session.id}) brings its own model, and there is "
+                "none here",
                 status=404,
             )
         if asked != CHAT:
             raise RequestError(
-                f"{asked} is not handed on to {self._client.base_url}: a model elsewhere is "
-                "reached by POST /v1/chat/completions",
+                f"{asked} is not forwarded to {self._client.base_url}: remote models support only "
+                "POST /v1/chat/completions",
                 status=404,
             )
         request = read_body(body)
@@ -78,11 +78,11 @@ class Relay(Gateway):
 
 
 class _Asked:
-    """One request that is handed on.
+    """One forwarded request.
 
     Args:
-        client: Who is asked.
-        session, role: Who asks.
+        client: Client of the API.
+        session, role: Session and role of the caller.
         request: The body.
     """
 
@@ -118,13 +118,13 @@ class _Asked:
         return Reply(200, body)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer's chunks as they come; it is recorded before the last."""
+        """The answer's chunks as they arrive; it is recorded before the last."""
         wants_usage = (self._request.get("stream_options") or {}).get("include_usage", False)
         options = {**(self._request.get("stream_options") or {}), "include_usage": True}
         state: Any = ChatCompletionStreamState()
 
         def abandoned() -> list[Call]:
-            with contextlib.suppress(Exception):  # nothing came yet
+            with contextlib.suppress(Exception):  # nothing has arrived yet
                 return self._calls(state.current_completion_snapshot, undelivered=True)
             return []
 
@@ -138,7 +138,7 @@ class _Asked:
                 yield b"data: " + error.body() + b"\n\n"
                 return
             calls = self._calls(state.current_completion_snapshot)
-            # What was abandoned until here is what is committed now.
+            # Everything recorded as abandoned so far is now committed.
             self._session.recording.carried.remove(abandoned)
             self._session.commit(calls)
         yield DONE
@@ -158,7 +158,7 @@ class _Asked:
             await stream.close()
 
     def _arguments(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The body for the library, which checks nothing that it is to add as it is."""
+        """Arguments for the library, which passes unknown fields through unchecked."""
         own = {"model", "messages", "stream"}
         return {
             **{name: request[name] for name in own if name in request},
@@ -166,7 +166,7 @@ class _Asked:
         }
 
     def _calls(self, completion: ChatCompletion, *, undelivered: bool = False) -> list[Call]:
-        """What is recorded: a call for each choice, of which the first has what was billed."""
+        """A call for each choice; the first has the billed tokens."""
         said = completion.usage
         billed = Usage() if said is None else Usage(said.prompt_tokens, said.completion_tokens)
         return [
@@ -186,10 +186,10 @@ class _Asked:
 
 
 def call_elsewhere(request: Mapping[str, Any], response: dict[str, Any], **known: Any) -> Call:
-    """A call that a model elsewhere answered.
+    """A call that a remote model answered.
 
     Args:
-        request: As chat completions have it.
+        request: A chat completions request.
         response: The assistant message.
         known: The other fields of the call.
     """
@@ -209,11 +209,11 @@ def call_elsewhere(request: Mapping[str, Any], response: dict[str, Any], **known
 
 
 def read_body(body: bytes) -> dict[str, Any]:
-    """The body of a chat completion, of which we read little and hand on all."""
+    """Parse the body of a chat completion; most of it is forwarded unread."""
     try:
         request = json.loads(body)
     except ValueError as error:
-        raise FieldError(f"the body is no JSON: {error}", path=()) from None
+        raise FieldError(f"the body is not valid JSON: {error}", path=()) from None
     if not isinstance(request, dict) or not isinstance(request.get("messages"), list):
         raise FieldError("the body has no messages: send a chat completion", path=("messages",))
     if not isinstance(request.get("model"), str):
@@ -222,7 +222,7 @@ def read_body(body: bytes) -> dict[str, Any]:
 
 
 def sampling_said(request: Mapping[str, Any]) -> SamplingParams:
-    """What a request says; the rest is as the API has it."""
+    """The sampling settings of a request; others are left to the API."""
     limit = request.get("max_completion_tokens") or request.get("max_tokens") or 0
     said = {name: request.get(name) for name in ("temperature", "top_p")}
     own = {name: value for name, value in said.items() if value is not None}
@@ -235,7 +235,7 @@ async def _next(stream: Any) -> ChatCompletionChunk | None:
 
 @contextlib.contextmanager
 def _told_as_it_is(client: openai.AsyncOpenAI) -> Iterator[None]:
-    """While the block runs an error of the API becomes a `RequestError` with its own words."""
+    """Turn errors of the API in the block into `RequestError`s with the API's message."""
     try:
         yield
     except openai.APIStatusError as error:

@@ -1,4 +1,4 @@
-"""Two requests side by side for people: what was recorded, and what is asked for now."""
+"""Readable differences of a recorded and a new request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from tuner.gateway.script import Divergence
 
 _WIDTH = 96
-"""Characters of a line, which ends with white space where there is some."""
+"""Characters of a line, which is broken at white space if possible."""
 
 
 def readable(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> list[str]:
@@ -25,10 +25,10 @@ def readable(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -
 
 
 def difference_of(divergence: Divergence) -> list[str]:
-    """A unified diff of the request that was recorded and the one that came, without line ends.
+    """A unified diff of the recorded and the new request, without line ends.
 
-    Where the agent ended, or asked for more than was recorded, the one request that there is; empty
-    where they differ in their settings alone.
+    If the agent ended, or asked for more than was recorded, only one request is shown; empty if
+    they differ only in their settings.
     """
     expected = divergence.expected
     number = 1 + (divergence.call if divergence.number is None else divergence.number)
@@ -40,7 +40,7 @@ def difference_of(divergence: Divergence) -> list[str]:
 
 
 def difference_of_texts(recorded: str, now: str) -> list[str]:
-    """A unified diff of two answers, without line ends; empty where they are equal."""
+    """A unified diff of two answers, without line ends; empty if they are equal."""
     old, new = ([*_wrapped(text)] for text in (recorded, now))
     return list(difflib.unified_diff(old, new, "answer as recorded", "answer now", lineterm=""))
 
@@ -77,7 +77,7 @@ def _indented(text: str) -> Iterable[str]:
 
 
 def _wrapped(text: str) -> Iterator[str]:
-    """The lines of a text, the long ones cut behind white space; nothing is lost."""
+    """Break long lines of a text after white space."""
     for line in text.split("\n"):
         yield from (
             re.findall(rf".{{1,{_WIDTH}}}(?<=\s)|.{{1,{_WIDTH}}}", line)

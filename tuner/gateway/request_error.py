@@ -1,4 +1,4 @@
-"""What a caller is told when a request cannot be answered: what was found, where, what to do."""
+"""Errors of requests that cannot be answered: what was found, where, what to do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Path = tuple[str | int, ...]
 
 
 def dotted(path: Path) -> str:
-    """A place as OpenAI names it: `messages[0].content`."""
+    """A place as OpenAI writes it: `messages[0].content`."""
     first, *rest = path
     return f"{first}" + "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in rest)
 
@@ -19,18 +19,18 @@ def dotted(path: Path) -> str:
 class RequestError(Exception):
     """A request that gets an error status instead of a completion.
 
-    What goes wrong behind the readers has a place in the `CompletionRequest`, and the dialect of
-    the request names it in its own words. A `FieldError` has a place in the body that was sent.
+    Errors found after parsing have a place in the `CompletionRequest`, and the request's dialect
+    translates it. A `FieldError` has a place in the body that was sent.
 
     Args:
         problem: What was found, and what to do about it.
         path: The field, or None.
-        begins: Whether the sentence begins with the field's name, and goes on with `problem`.
+        begins: Whether the sentence begins with the field's name and continues with `problem`.
 
     Attributes:
         status: HTTP status.
         path: The field, or None.
-        code: A word for programs, as OpenAI uses them ("context_length_exceeded"), or None.
+        code: A code for programs, as OpenAI uses them ("context_length_exceeded"), or None.
     """
 
     def __init__(
@@ -51,16 +51,14 @@ class RequestError(Exception):
 
     @property
     def message(self) -> str:
-        """The sentence for a person."""
         return self.told()[0]
 
     @property
     def param(self) -> str | None:
-        """The field's name."""
         return self.told()[1]
 
     def told(self, named: Callable[[Path], str] = dotted) -> tuple[str, str | None]:
-        """The sentence, and the field, as `named` calls it."""
+        """The message, and the field, as `named` writes it."""
         if self.path is None:
             return self._problem, None
         name = named(self.path)
@@ -82,19 +80,19 @@ _TYPES = {401: "authentication_error", 500: "server_error"}
 
 
 class FieldError(RequestError):
-    """A field of the body that cannot be read; it has the name that it was sent under."""
+    """A field of the body that cannot be parsed; named as it was sent."""
 
     def told(self, named: Callable[[Path], str] = dotted) -> tuple[str, str | None]:
         return super().told()
 
 
 def wrong(at: Path, problem: str) -> FieldError:
-    """What is wrong with the field at `at` of a body, in a sentence that begins with its name."""
+    """An error whose sentence begins with the name of the field at `at`."""
     return FieldError(f" {problem}", path=at, begins=True)
 
 
 def shown(value: Any, limit: int = 80) -> str:
-    """`value` as it is quoted in a message: JSON, cut to `limit` characters."""
+    """`value` as quoted in a message: JSON, cut to `limit` characters."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
@@ -116,7 +114,7 @@ def kind(value: Any) -> str:
 
 
 def too_long(found: str) -> RequestError:
-    """The refusal of a prompt that leaves no room for an answer."""
+    """Rejection of a prompt that leaves no room for an answer."""
     return RequestError(
         f"{found}: raise model.max_model_len or shorten the messages",
         path=("messages",),
@@ -125,23 +123,23 @@ def too_long(found: str) -> RequestError:
 
 
 def has_ended(session_id: str) -> RequestError:
-    """What a request to a session that was sealed gets."""
+    """Rejection of a request to a session that was sealed."""
     return RequestError(
-        f"this key's rollout ({session_id}) has ended: its session takes no more calls",
+        f"this key's rollout ({session_id}) has ended: its session accepts no more calls",
         status=401,
         code="session_sealed",
     )
 
 
 def has_diverged(session_id: str, where: str) -> RequestError:
-    """What a request gets that is not in the script of its session, if that ends there."""
+    """Rejection of a request that is not in its session's script, if the session ends there."""
     return RequestError(
-        f"this key's rollout ({session_id}) repeats a recorded one and has left it {where}",
+        f"this key's rollout ({session_id}) repeats a recorded one and has diverged {where}",
         status=409,
         code="diverged",
     )
 
 
 def over_limit(found: str) -> RequestError:
-    """The refusal of a call that a session may not make any more."""
+    """Rejection of a call beyond the session's limits."""
     return RequestError(f"{found}: end the rollout here", status=403, code="rollout_limit")

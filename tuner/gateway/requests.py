@@ -1,4 +1,4 @@
-"""What a request asks for and what it came to, in no dialect; and what dialects read alike."""
+"""Requests and answers independent of a dialect, and the field readers that dialects share."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tuner.gateway.families.renderer import LONG, is_long
 from tuner.gateway.families.template import Message
 from tuner.gateway.request_error import FieldError, Path, kind, shown, wrong
 
-# Readers of JSON fields: each has a sentence for the person whose field is wrong.
+# Readers of JSON fields: each raises a specific message for a wrong value.
 #
-# A reader takes the place of a field in the body and its value, and gives what the value means.
+# A reader takes the place of a field in the body and its value, and returns the parsed value.
 
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ MAX_NAMED = {"logit_bias": 1024, "bad_words": 128, "stop_token_ids": 64}
 Reader = Callable[[Path, Any], Any]
 
 NO_EFFECT = object()
-"""What a reader gives for a field that changes nothing."""
+"""Returned by a reader for a field that changes nothing."""
 
 
 def number(low: float, high: float, *, above: bool = False) -> Reader:
@@ -63,7 +63,7 @@ def integer(low: int, high: int | None = None) -> Reader:
 
 
 def _typed(type_: type[T], what: str) -> Callable[[Path, Any], T]:
-    """A value of this type, which people call `what`."""
+    """A value of this type; `what` is its name in messages."""
 
     def read(at: Path, value: Any) -> T:
         if not isinstance(value, type_):
@@ -87,7 +87,7 @@ def name(at: Path, value: Any) -> str:
 
 
 def without_effect(read: Reader) -> Reader:
-    """A field of the right type whose value changes nothing about the completion."""
+    """A field of the right type whose value does not affect the completion."""
 
     def check(at: Path, value: Any) -> Any:
         read(at, value)
@@ -97,7 +97,7 @@ def without_effect(read: Reader) -> Reader:
 
 
 def only(*allowed: Any, because: str) -> Reader:
-    """A field that is accepted at the values that change nothing and refused at every other."""
+    """A field that is accepted with neutral values and rejected with others."""
 
     def check(at: Path, value: Any) -> Any:
         for item in allowed:
@@ -110,9 +110,9 @@ def only(*allowed: Any, because: str) -> Reader:
 
 
 def only_keys(fields: Mapping[str, Any], known: Iterable[str], at: Path, what: str) -> None:
-    """Refuse a field of an object that says something and is not known.
+    """Reject unknown fields of an object that are not empty.
 
-    Clients echo a message with every field of their own type; empty ones say nothing.
+    Clients echo a message with every field of their own type; empty ones are ignored.
     """
     for key, value in fields.items():
         if key not in known and value is not None and value != []:
@@ -143,13 +143,13 @@ def strings_that_end(
 
 
 def top_k(at: Path, value: Any) -> int:
-    """How many of the most probable tokens are kept; -1 keeps all."""
+    """Number of most probable tokens to keep; -1 keeps all."""
     result: int = integer(-1, 2**31 - 1)(at, value)
     return result if result > 0 else -1  # vLLM writes "every token" as 0 or -1
 
 
 def logit_bias(at: Path, value: Any) -> dict[int, float]:
-    """What is added to the logits of single tokens, by their ids."""
+    """Values added to the logits of single tokens, by token id."""
     read = number(-100, 100)
     bias = {}
     for key, one in object_field(at, value).items():
@@ -171,18 +171,11 @@ def words(at: Path, value: Any) -> tuple[str, ...]:
 
 
 def check_settings(sampling: SamplingParams, capabilities: EngineCapabilities, ids: int) -> None:
-    """Refuse settings that the engine does not honour, or that name tokens it has not.
-
-    Args:
-        ids: Token ids are below this.
-
-    Raises:
-        RequestError: 400.
-    """
+    """Reject settings that the engine does not support, or that name unknown tokens."""
     if not sampling.rare:
         return
     if not capabilities.every_setting:
-        raise wrong((sampling.rare[0],), "is not honoured by this engine: leave it out")
+        raise wrong((sampling.rare[0],), "is not supported by this engine: leave it out")
     sizes = {
         "logit_bias": len(sampling.logit_bias),
         "bad_words": sum(map(len, sampling.bad_words)),
@@ -286,10 +279,10 @@ class CompletionRequest:
     def rare(
         self, word_ids: Callable[[Sequence[str]], tuple[tuple[int, ...], ...]]
     ) -> dict[str, Any]:
-        """The settings that not every engine honours, as `SamplingParams` has them.
+        """The settings that not every engine supports, as fields of `SamplingParams`.
 
         Args:
-            word_ids: The ids that spell words.
+            word_ids: Tokenizes words.
         """
         return {
             "min_p": self.min_p,
@@ -304,15 +297,15 @@ class CompletionRequest:
 
 @dataclass(frozen=True)
 class Choice:
-    """One finished completion as an answer shows it.
+    """One finished completion of an answer.
 
     Attributes:
         index: Its place in the answer.
-        prompt_ids: The prompt it follows, shape [P].
+        prompt_ids: Its prompt, shape [P].
         generation: As sampled.
         text: Its text without the final special token, cut before a stop string.
-        stop_string: The stop string that ended it, if one did.
-        parsed: The message it spells.
+        stop_string: The stop string that ended it, if any.
+        parsed: The message parsed from it.
         tool_call_ids: One for each of `parsed.tool_calls`.
         finish_reason: "stop", "length" or "tool_calls".
     """
@@ -328,7 +321,7 @@ class Choice:
 
     @property
     def message(self) -> dict[str, Any]:
-        """As the assistant message of a chat completion."""
+        """The assistant message of a chat completion."""
         parsed = self.parsed
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
         if parsed.reasoning is not None:
@@ -347,13 +340,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a request came to, once its calls are committed."""
+    """The result of a request whose calls are committed."""
 
     choices: tuple[Choice, ...]
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompts; one that several choices share counts once."""
+        """Tokens of the prompts; a prompt shared by several choices counts once."""
         return sum(len(ids) for ids in {choice.prompt_ids for choice in self.choices})
 
     @property
@@ -362,21 +355,21 @@ class Answer:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that the engine did not have to compute, at best."""
+        """Prompt tokens that the engine did not have to compute; the maximum over the choices."""
         return max(choice.generation.cached_tokens for choice in self.choices)
 
 
 def read_fields(
     body: bytes, table: Mapping[str, Reader], *, required: Iterable[str], what: str
 ) -> dict[str, Any]:
-    """The fields of a JSON body that say something, checked by `table`.
+    """The fields of a JSON body, checked by `table`.
 
     For every optional field null means the same as leaving it out.
 
     Args:
-        table: A reader for each field that is known.
-        required: Fields that must be there.
-        what: What the body is, for messages: "a chat completion request".
+        table: A reader for each known field.
+        required: Required fields.
+        what: Name of the body in messages: "a chat completion request".
 
     Raises:
         RequestError: 400 that names the field, its value and what to do.
@@ -401,21 +394,16 @@ def read_fields(
 
 
 def with_usage(values: dict[str, Any]) -> bool:
-    """Take `stream_options` out of a request's values: whether a stream ends with the counts.
-
-    Raises:
-        RequestError: 400: they are given without a stream.
-    """
+    """Remove `stream_options` from a request's values; returns whether a stream ends with the
+    counts."""
     include_usage = values.pop("stream_options", None)
     if include_usage is not None and not values.get("stream"):
-        raise wrong(
-            ("stream_options",), "is given without stream: leave it out or send stream: true"
-        )
+        raise wrong(("stream_options",), "is set without stream: leave it out or send stream: true")
     return bool(include_usage)
 
 
 def stream_options(at: Path, value: Any) -> bool:
-    """Whether the stream is to end with the token counts."""
+    """Whether the stream ends with the token counts."""
     options = object_field(at, value)
     for key in options:
         if key not in ("include_usage", "include_obfuscation"):
@@ -428,20 +416,16 @@ def stream_options(at: Path, value: Any) -> bool:
 
 
 def json_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in `body`.
-
-    Raises:
-        RequestError: 400: it is something else.
-    """
+    """Parse the JSON object in `body`."""
     try:
-        # Decoded here, because `json.loads` lets half of a surrogate pair through in bytes.
+        # Decoded here, because `json.loads` accepts half of a surrogate pair in bytes.
         fields = json.loads(
             body.decode(), parse_constant=refuse_constant, parse_float=_finite_number
         )
-        if b"\\u" in body:  # half of a surrogate pair is JSON, but no text
+        if b"\\u" in body:  # half of a surrogate pair is JSON, but not text
             json.dumps(fields, ensure_ascii=False).encode()
     except RecursionError:
-        raise FieldError("the body is nested too deeply to be read") from None
+        raise FieldError("the body is nested too deeply to be parsed") from None
     except ValueError as error:
         raise FieldError(f"the body is not valid JSON: {error}") from None
     if not isinstance(fields, dict):
@@ -465,7 +449,7 @@ _BY_ROLE = {
 
 
 def check_messages(value: Any, at: Path = ("messages",)) -> list[Message]:
-    """Messages in the form of chat completions, known to be well formed.
+    """Check messages in the form of chat completions.
 
     Raises:
         RequestError: 400 that names the message and the field.
@@ -492,9 +476,9 @@ def _check_message(message: Any, at: Path) -> None:
     if content is not None:
         _check_text(content, (*at, "content"))
     elif role != "assistant":
-        raise wrong((*at, "content"), "is missing: only an assistant message may have none")
+        raise wrong((*at, "content"), "is missing: only an assistant message may omit it")
     if role == "tool" and message.get("tool_call_id") is None:
-        raise wrong((*at, "tool_call_id"), "is missing: name the call that this is the result of")
+        raise wrong((*at, "tool_call_id"), "is missing: name the call that this result belongs to")
     if message.get("tool_calls") is not None:
         for index, call in enumerate(array((*at, "tool_calls"), message["tool_calls"])):
             _check_call(call, (*at, "tool_calls", index))
@@ -522,7 +506,7 @@ def _check_call(call: Any, at: Path) -> None:
 
 
 def check_tools(value: Any, at: Path = ("tools",)) -> list[dict[str, Any]]:
-    """Tools in the form of chat completions, known to be well formed.
+    """Check tools in the form of chat completions.
 
     Raises:
         RequestError: 400 that names the tool and the field.

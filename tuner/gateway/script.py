@@ -1,21 +1,21 @@
-"""The recorded calls that a session is answered from before anything is sampled.
+"""A script: recorded calls that answer a session before anything is sampled.
 
-A workflow that nobody changed is run again, and its requests get the answers of an earlier rollout
-until the *point* where the two part. In order of commitment, the point behind call 2 and 3 tokens:
+An unchanged workflow runs again, and its requests get the answers of an earlier rollout until the
+*point* where the two diverge. In order of commitment, the point after call 2 and 3 tokens:
 
     recorded    c0   c1   c2 = a b c d e f <end>    c3
-    given       c0   c1   c2 = a b c + what is sampled now
+    replayed    c0   c1   c2 = a b c + what is sampled now
                                                     whatever the agent asks for after that
 
-A request is the script's if it has the prompt ids and the settings of a recorded one that was not
-asked for yet; of several with one prompt it is the one that began first. So parallel requests may
-come in any order, and those that were recorded behind the point are sampled.
+A request matches the script if it has the prompt ids and the settings of a recorded one that was
+not asked for yet; of several with one prompt it is the one that began first. So parallel requests
+may arrive in any order, and those that were recorded after the point are sampled.
 
-Up to the first token that is sampled an agent that does the same asks for what is recorded. One
-that asks for something else, or that ends before it has asked for everything, has *diverged*: from
-there on all is sampled, and the script says where that was and what differed.
+Up to the first sampled token, an agent that does the same asks for what is recorded. An agent that
+asks for something else, or that ends before it has asked for everything, has *diverged*: from there
+on everything is sampled, and the script says where that was and what differed.
 
-Calls are counted from 0 here; what people read counts them from 1, as the page of a run does.
+Calls are counted from 0 here; messages count from 1, as the page of a run does.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from tuner.traces import Call, FunctionResult, Trace
 
 @dataclass(frozen=True)
 class Given:
-    """What a script gives for one choice of a request.
+    """The script's answer to one choice of a request.
 
     Attributes:
         generation: Its first tokens, or all.
-        whole: Whether it ends there: nothing is sampled.
-        tool_call_ids: Of the tool calls in it, where it is whole.
+        whole: Whether it is complete: nothing is sampled.
+        tool_call_ids: Ids of the tool calls in it, if it is complete.
     """
 
     generation: Generation
@@ -52,13 +52,13 @@ class Divergence:
 
     Attributes:
         call: The first call of the recorded rollout, in order of commitment, that the agent had
-            not asked for; their number where there was none.
+            not asked for; the number of calls if there was none.
         what: What differed, one line.
-        expected: The call that it should have been: of those, the one that is most like what the
-            agent asked for. None where nothing more was expected.
+        expected: The expected call: of those, the one most similar to what the agent asked for.
+            None if nothing more was expected.
         asked: The messages that the agent sent instead, or None if it ended.
         tools: The tools that it sent with them.
-        number: Which call `expected` is.
+        number: Number of the call `expected`.
     """
 
     call: int
@@ -81,7 +81,7 @@ class Recorded:
         started: Unix time, seconds.
         first: The number of its first call.
         calls: Its calls by the index of their choice.
-        given: How many tokens of each lie before the point.
+        given: Number of tokens of each before the point.
     """
 
     id: str
@@ -92,7 +92,7 @@ class Recorded:
 
     @property
     def scripted(self) -> bool:
-        """Whether any of it lies before the point."""
+        """Whether any of it is before the point."""
         return any(self.given.values())
 
     def has_prompts(self, prompts: Sequence[tuple[int, ...]]) -> bool:
@@ -103,21 +103,21 @@ class Recorded:
 
 
 class Script:
-    """What a session is answered from, up to a point; each session has its own.
+    """Answers one session up to a point; each session has its own script.
 
     Args:
         trace: The rollout that is run again.
-        calls: How many of its calls, in order of commitment, lie before the point; None: all.
-        token: How many tokens of the call at the point do.
-        ends: Whether a request that diverges is refused, and so is what follows.
-        beyond: For a session without a model: is told the number of each recorded call that is
-            asked for and not given whole. None: what is not given is sampled.
+        calls: Number of its calls, in order of commitment, before the point; None: all.
+        token: Number of tokens of the call at the point before it.
+        ends: Whether a request that diverges is rejected, with all that follow.
+        beyond: For a session without a model: receives the number of each recorded call that is
+            asked for and not replayed completely. None: the rest is sampled.
 
     Attributes:
         divergence: Where the agent left it, or None.
 
     Raises:
-        TunerError: A call before the point cannot be given back, or there is no such point.
+        TunerError: A call before the point cannot be replayed, or there is no such point.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Script:
         known, name = self.trace.calls, self.trace.id
         if not 0 <= self.calls <= len(known):
             raise TunerError(
-                f"{name} has {len(known)} calls: there is no point behind {self.calls}"
+                f"{name} has {len(known)} calls: there is no point after {self.calls} calls"
             )
         longest = self._whole(known[self.calls]) if self.calls < len(known) else 1
         if not 0 <= self.token < longest:
@@ -154,10 +154,10 @@ class Script:
             )
         for number, call in enumerate(known[: self.calls + bool(self.token)]):
             if (why := self._unfit(call)) is not None:
-                raise TunerError(f"call {number + 1} of {name} cannot be given back: {why}")
+                raise TunerError(f"call {number + 1} of {name} cannot be replayed: {why}")
 
     def _unfit(self, call: Call) -> str | None:
-        """Why a call cannot be given back, or None."""
+        """Why a call cannot be replayed, or None."""
         return call.invalid
 
     def _requests(self) -> list[Recorded]:
@@ -167,8 +167,8 @@ class Script:
             id_, _, index = call.id.rpartition("-")
             if not index.isdecimal():
                 raise TunerError(
-                    f"call {number + 1} of {self.trace.id} cannot be given back: it was made by a "
-                    "chat model of the workflow's own"
+                    f"call {number + 1} of {self.trace.id} cannot be replayed: it was made by the "
+                    "workflow's own chat model"
                 )
             members.setdefault(id_, {})[int(index)] = number, call
         found = []
@@ -185,7 +185,7 @@ class Script:
         return sorted(found, key=lambda request: (request.started, request.first))
 
     def _whole(self, call: Call) -> int:
-        """How many tokens a call has that is given whole."""
+        """Number of tokens of a completely replayed call."""
         return len(call.completion_ids)
 
     def given(
@@ -198,13 +198,14 @@ class Script:
         tools: list[dict[str, Any]],
         can_go_on: Callable[[SamplingParams], bool],
     ) -> tuple[str, Mapping[int, Given]] | None:
-        """The id of a request's response and what is known of its choices; None: sample it.
+        """The id of a request's response and the known part of its choices; None: sample it.
 
         Args:
             prompts, settings: Of each choice.
-            free: Settings that may be others than recorded: they do not follow from the request.
-            messages, tools: The request's, for people.
-            can_go_on: Whether the engine goes on inside completions of such settings.
+            free: Settings that may differ from the recorded ones, since they do not follow from the
+                request.
+            messages, tools: The request's, for messages.
+            can_go_on: Whether the engine can continue partial completions with such settings.
         """
         found = self._taken(
             [one for one in self._left if one.has_prompts(prompts)],
@@ -223,7 +224,7 @@ class Script:
         if parts or len(given) < len(prompts):
             self._goes_on(self.calls)
         if not all(can_go_on(settings[index]) for index in parts):
-            what = "the engine cannot go on inside a completion of such settings"
+            what = "the engine cannot continue a partial completion with these settings"
             self.divergence = Divergence(found.first, what, found.calls[parts[0]], messages, tools)
             return None
         return found.id, given
@@ -235,12 +236,12 @@ class Script:
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]],
     ) -> Recorded | None:
-        """The recorded request that one is, if any of it lies before the point; None: sample it.
+        """The recorded request that matches, if any of it is before the point; None: sample it.
 
         Args:
-            alike: The requests that it can be.
-            differing: Which of its settings are others than those of one of these; "": none.
-            messages, tools: The request's, for people.
+            alike: The candidates.
+            differing: Names the settings that differ from one of these; "": none.
+            messages, tools: The request's, for messages.
         """
         if self.divergence is not None:
             return None
@@ -257,7 +258,7 @@ class Script:
         return None
 
     def _goes_on(self, number: int) -> None:
-        """The recorded call of this number is not given whole: what is missing is sampled."""
+        """Note that a recorded call is not replayed completely: the rest is sampled."""
         if self._beyond is None:
             self._sampled = True
         else:
@@ -270,9 +271,9 @@ class Script:
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]],
     ) -> None:
-        """Take note of a request that is nobody's."""
+        """Record a request that matches nothing."""
         if expected is None:
-            what = "the agent asked for a further call, and the rollout had ended"
+            what = "the agent asked for a further call, and the recorded rollout had ended"
             self.divergence = Divergence(len(self.trace.calls), what, None, messages, tools)
             return
         call = expected.calls[min(expected.calls)]
@@ -281,8 +282,8 @@ class Script:
         self.divergence = Divergence(first, what, call, messages, tools, number=expected.first)
 
     def _nearest(self, messages: Sequence[Mapping[str, Any]]) -> Recorded | None:
-        """The request that was expected: the one whose messages begin most like these, and of
-        several the first. Agents in parallel ask in any order."""
+        """The expected request: the one whose messages agree longest with these, and of several the
+        first. Parallel agents ask in any order."""
 
         def begins(one: Recorded) -> tuple[int, int]:
             recorded = one.calls[min(one.calls)].messages
@@ -296,10 +297,10 @@ class Script:
     def result(
         self, function: str, arguments: Mapping[str, Any], occurrence: int
     ) -> FunctionResult | None:
-        """What a recorded function returned before the point; None: run it.
+        """The recorded result of a function before the point; None: run it.
 
         Args:
-            function, arguments, occurrence: As `FunctionResult` has them.
+            function, arguments, occurrence: As in `FunctionResult`.
         """
         if self.divergence is not None:
             return None
@@ -307,7 +308,7 @@ class Script:
         return self._results.get(key)
 
     def end(self) -> Divergence | None:
-        """The agent asks for nothing more. Returns where it diverged, if it did."""
+        """Call when the agent has ended. Returns where it diverged, if it did."""
         left = [one for one in self._left if one.scripted]
         if self.divergence is None and left:
             one = min(left, key=lambda request: request.first)
@@ -334,7 +335,8 @@ def _given(call: Call, count: int) -> Given:
 
 
 def others(request: Recorded, settings: Sequence[SamplingParams], free: Collection[str]) -> str:
-    """Which settings of a request with these prompts are others than recorded; "": none."""
+    """Names of the settings of a request with these prompts that differ from the recorded ones; "":
+    none."""
     names = [field.name for field in fields(SamplingParams) if field.name not in free]
     found = [
         f"{name} is {shown(getattr(settings[index], name))} and was {shown(getattr(old, name))}"
@@ -356,7 +358,7 @@ def difference(
     tools: Sequence[Any] = (),
     recorded_tools: Sequence[Any] = (),
 ) -> str:
-    """Where two requests differ first, one line.
+    """The first difference of two requests, in one line.
 
     Args:
         asked, recorded: Their messages.
@@ -372,21 +374,21 @@ def difference(
     if list(tools) != list(recorded_tools):
         now, before = _parted(_text(tools), _text(recorded_tools))
         return f"the tools are {now} and were {before}"
-    return "the messages are the same, but their prompt is not: another template or tokenizer"
+    return "the messages are equal but their prompts differ: another template or tokenizer"
 
 
 _AROUND = 40
 
 
 def _parted(new: str, old: str) -> tuple[str, str]:
-    """Two texts, shortened to where they part."""
+    """Two texts, shortened to the place where they differ."""
     start = max(0, _parting(new, old) - _AROUND // 2)
     dots = "..." if start else ""
     return tuple(repr(dots + text[start : start + _AROUND]) for text in (new, old))  # type: ignore[return-value]
 
 
 def _parting(new: Sequence[Any], old: Sequence[Any]) -> int:
-    """The first place where two sequences differ, or where one ends."""
+    """The first index where two sequences differ, or where one ends."""
     places = enumerate(zip(new, old, strict=False))
     return next((i for i, (a, b) in places if a != b), min(len(new), len(old)))
 

@@ -1,4 +1,4 @@
-"""What the gateway's parts share: whom requests are answered with, and what its doors lead to."""
+"""Types that the gateway's parts share: engine and settings, replies, and transports."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ T = TypeVar("T")
 
 EVENT_STREAM = "text/event-stream"
 
-# Not asyncio's own threads: agents may wait in all of those for the answer to what is done here.
+# Not asyncio's default threads: agents may block all of those while waiting for work done here.
 _LONG_WORK = ThreadPoolExecutor(4, "tuner-prompts")
 
 
 @dataclass(frozen=True)
 class Service:
-    """Whom a gateway's requests are answered with; `Gateway` says what each of them is.
+    """Engine, renderer and settings that serve a gateway's requests (see `Gateway`).
 
     Raises:
-        ConfigError: `reasoning` is "keep", and the renderer cannot tell what reasoning is.
+        ConfigError: `reasoning` is "keep", and the renderer does not recognise reasoning.
     """
 
     engine: Engine
@@ -41,13 +41,13 @@ class Service:
     def __post_init__(self) -> None:
         if self.reasoning == "keep" and not self.renderer.reads_reasoning:
             raise ConfigError(
-                "reasoning is 'keep', but the renderer has no reasoning_parser to tell reasoning "
-                "from the rest of an answer: give it one, or set reasoning to 'template'"
+                "reasoning is 'keep', but the renderer has no reasoning_parser to separate "
+                "reasoning from the answer: give it one, or set reasoning to 'template'"
             )
 
 
 class Events(Protocol):
-    """Server-sent events as they come; closing them early abandons the request."""
+    """Server-sent events as they arrive; closing them early abandons the request."""
 
     def __aiter__(self) -> AsyncIterator[bytes]: ...
 
@@ -58,7 +58,7 @@ class Events(Protocol):
 
 @dataclass(frozen=True)
 class Reply:
-    """An HTTP response, wherever it goes; `headers` are those beside its length and type."""
+    """An HTTP response, for any transport; `headers` are those besides its length and type."""
 
     status: int
     body: bytes
@@ -68,9 +68,9 @@ class Reply:
 
 @dataclass(frozen=True)
 class StreamReply:
-    """A response with status 200 whose server-sent events come one by one.
+    """A response with status 200 whose server-sent events arrive one by one.
 
-    Nothing is sampled until the first is asked for; closing `events` early abandons the request.
+    Nothing is sampled until the first is requested; closing `events` early abandons the request.
     """
 
     events: Events
@@ -79,8 +79,8 @@ class StreamReply:
 
 @dataclass
 class Replay:
-    """What an idempotency key stands for: the SHA-256 of the request's body, and its answer once
-    there is one."""
+    """The SHA-256 of the body of a request with an idempotency key, and its answer once there is
+    one."""
 
     request: bytes
     answer: Reply | None = None
@@ -88,11 +88,11 @@ class Replay:
 
 
 class CallSink(Protocol):
-    """What keeps a session's calls and replies beyond the process; each method is done when it
-    returns, and what it raises is a failure of the request."""
+    """Stores a session's calls and replies outside the process. Each method is done when it
+    returns; what it raises fails the request."""
 
     def add(self, calls: Sequence[Call], request: str | None) -> None:
-        """Keep calls, all or none, before anything of their end is sent.
+        """Store calls, all or none, before any part of their end is sent.
 
         Args:
             request: The idempotency key of their request, or None.
@@ -100,20 +100,20 @@ class CallSink(Protocol):
         ...
 
     def begin(self, request: str) -> Replay | None:
-        """The kept answer to a request with this idempotency key, which is given again.
+        """The stored answer to a request with this idempotency key, to be sent again.
 
-        None: it is sampled now. Had it been before, nobody saw the end: those calls are undelivered
-        from now on.
+        None: it is sampled now. Earlier calls of this key, whose end nobody saw, become
+        undelivered.
         """
         ...
 
     def replied(self, request: str, replay: Replay) -> None:
-        """Keep the answer to a request with an idempotency key."""
+        """Store the answer to a request with an idempotency key."""
         ...
 
 
 class Door(Protocol):
-    """What takes a session's requests, in the gateway's process or in another."""
+    """Answers a session's requests, in the gateway's process or in another."""
 
     async def handle(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes
@@ -125,21 +125,21 @@ class Door(Protocol):
 
 
 class Answers(Protocol):
-    """What a door on a port leads to."""
+    """Handler of the requests on a port."""
 
     async def handle(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes
     ) -> Reply | StreamReply: ...
 
     def refusal(self, path: str, headers: Mapping[str, str], error: RequestError) -> Reply:
-        """The reply to a request that could not be taken in whole."""
+        """The reply to a request that could not be read completely."""
         ...
 
     def check_not_stuck(self, headers: Mapping[str, str]) -> None: ...
 
 
 class Host(Answers, Door, Protocol):
-    """What a session knows of the gateway that it is open at.
+    """A session's view of its gateway.
 
     Attributes:
         warned: Settings of the user's agents that were warned of.
@@ -166,12 +166,12 @@ def sse(data: Any, event: str | None = None) -> bytes:
 
 
 async def in_loop(home: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, done in the loop `home`, whichever loop it is awaited in."""
+    """The result of `work`, run in the loop `home`, from any loop."""
     try:
         here = asyncio.get_running_loop()
     except RuntimeError:
-        # An agent that was left behind and catches everything, asking again while Python closes its
-        # coroutine. What awaits then is ended; what only fails would try for ever.
+        # An abandoned agent that catches everything may ask again while Python closes its
+        # coroutine. Awaiting then is ended; just failing would make it try forever.
         work.close()
         await asyncio.sleep(0)
         raise
@@ -181,15 +181,15 @@ async def in_loop(home: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T])
 
 
 async def in_turn(turns: asyncio.Lock, work: Callable[[], T], *, long: bool) -> T:
-    """The result of `work`, done when all that asked for a turn earlier have had theirs.
+    """The result of `work`, run after all earlier turns.
 
     What the caller does without awaiting belongs to its turn.
 
     Args:
-        turns: Whose turns they are.
-        work: May be done in any thread.
-        long: Whether it is done beside the event loop. If the caller is cancelled meanwhile, the
-            turn lasts until the work has ended.
+        turns: The lock.
+        work: May run in any thread.
+        long: Whether it runs outside the event loop. If the caller is cancelled meanwhile, the turn
+            lasts until the work has ended.
     """
     await turns.acquire()
     future: Future[T] | None = None

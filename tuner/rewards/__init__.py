@@ -1,4 +1,4 @@
-"""Ready reward functions and judges, and how to run any in a process with a time limit."""
+"""Ready-made reward functions and judges, and running functions in a process with a time limit."""
 
 from tuner.errors import RewardError, RewardTimeout
 from tuner.rewards.code_judges import code_in, code_judge, pytest_judge

@@ -1,7 +1,7 @@
 """Judges that run the program in a response, within limits: on inputs, or under pytest.
 
-What the program does within its limits is its result: one that never ends fails its tests. What
-keeps it from being tried at all (no sandbox, tests that are none) is an error, never a reward of 0.
+Whatever the program does within its limits is its result: a program that never ends fails its
+tests. What prevents the attempt (no sandbox, missing tests) is an error, never a reward of 0.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _PYTHON = ("", "python", "python3", "py")
 
 
 def code_in(text: str, languages: Sequence[str] = _PYTHON) -> str:
-    """The program in a text: its last code block of one of the languages, else all of it. Reasoning
-    before `</think>` does not count."""
+    """The program in a text: its last code block in one of the languages, or the whole text.
+    Reasoning before `</think>` is ignored."""
     said = text.rpartition("</think>")[2]
     blocks = [code for language, code in _BLOCK.findall(said) if language.lower() in languages]
     return blocks[-1] if blocks else said
@@ -52,20 +52,20 @@ def code_judge(
     limits: Limits = EACH_INPUT,
     isolation: Isolation = "auto",
 ) -> JudgeType:
-    """A judge that runs the program in the response on inputs and compares what it writes.
+    """A judge that runs the program in the response on inputs and compares its outputs.
 
     The field holds `[{"input": "2 3", "output": "5"}, ...]`, or that as JSON text. An output is
-    right that is the same but for spaces at the ends of lines and at its end, and the program must
-    exit with 0. What is right is compared outside of the sandbox, where the program cannot reach.
+    right if it is equal except for spaces at the ends of lines and at its end, and the program
+    exits with 0. The comparison is outside of the sandbox, where the program cannot reach it.
 
     Args:
-        field: Of the task: inputs and outputs.
-        partial: The reward is the share of inputs with the right output; else 1 for all, or 0.
-        command: What runs the program, which is `program.py` in the folder where this runs.
+        field: Field of the task with inputs and outputs.
+        partial: The reward is the share of inputs with the right output; otherwise 1 for all, or 0.
+        command: Runs the program, which is `program.py` in the working directory.
         limits: For each input.
-        isolation: As of `tuner.rewards.sandbox.run`.
+        isolation: As for `tuner.rewards.sandbox.run`.
 
-    The judge raises RewardError where the task has no tests, and SandboxError where nothing runs.
+    The judge raises RewardError if the task has no tests, and SandboxError if nothing can run.
     """
 
     async def judge(task: Mapping[str, Any], response: Any) -> JudgeOutput:
@@ -97,24 +97,24 @@ def pytest_judge(
     sets out to deceive them can; `code_judge` compares outside.
 
     Args:
-        field: Of the task: the text of a test file.
+        field: Field of the task with the text of a test file.
         module: The name by which the tests import the program.
-        partial: The reward is the share of tests that passed; else 1 for all, or 0.
+        partial: The reward is the share of tests that passed; otherwise 1 for all, or 0.
         limits: For all tests together.
-        isolation: As of `tuner.rewards.sandbox.run`.
+        isolation: As for `tuner.rewards.sandbox.run`.
 
     Raises:
         MissingDependencyError: pytest is not installed (extra `rewards`).
-        ValueError: `module` is no name of a module.
+        ValueError: `module` is not a valid module name.
 
-    The judge raises RewardError where the task has no tests, and SandboxError where nothing runs.
+    The judge raises RewardError if the task has no tests, and SandboxError if nothing can run.
     """
     if find_spec("pytest") is None:
         raise MissingDependencyError(
             f"pytest runs unit tests and is not installed: {pip_install('rewards')}"
         )
     if not module.isidentifier() or module == "test_of_it":
-        raise ValueError(f"module is {module!r}: it must be a name of a module")
+        raise ValueError(f"module is {module!r}: it must be a valid module name")
 
     runs = False
 
@@ -133,7 +133,7 @@ def pytest_judge(
             report = _report(_read(folder / _REPORT))
         if report is None or finished.ended != "exited":
             why = _ending(finished, limits)
-            said = f"pytest came to no end: {why}.\n{_short(finished.stdout + finished.stderr)}"
+            said = f"pytest did not finish: {why}.\n{_short(finished.stdout + finished.stderr)}"
             return JudgeOutput(reward=0.0, metrics={"tests_passed": 0.0}, feedback=said.strip())
         return _verdict(report.failures, report.total, partial, of="tests")
 
@@ -141,10 +141,8 @@ def pytest_judge(
 
 
 async def _pytest_runs(limits: Limits, isolation: Isolation) -> bool:
-    """
-    Raises:
-        SandboxError: It does not, so that what it says of a program would say nothing.
-    """
+    """Whether pytest itself works in the sandbox; raises SandboxError if not, since its verdict on
+    a program would then mean nothing."""
     async with _folder({_TESTS: "def test_it():\n    pass\n"}) as folder:
         finished = await run(_PYTEST, folder=folder, limits=limits, isolation=isolation)
     if finished.ended != "exited" or finished.status != 0:
@@ -162,14 +160,14 @@ _PYTEST = (
 
 @dataclass(frozen=True)
 class _Report:
-    """What pytest found: how many tests there are, and of each that did not pass why."""
+    """pytest's result: the number of tests, and the reason of each that did not pass."""
 
     total: int
     failures: list[str]
 
 
 def _report(text: bytes | None) -> _Report | None:
-    """What a report says; None where it is none. The program may have written it."""
+    """Parse a report; None if it is invalid. The program may have written it."""
     if text is None or b"<!DOCTYPE" in text or b"<!ENTITY" in text:
         return None
     try:
@@ -200,7 +198,7 @@ def _verdict(failures: Sequence[str], total: int, partial: bool, *, of: str) -> 
 
 
 def _wrong(finished: Finished, given: str, wanted: str, limits: Limits) -> str | None:
-    """What is wrong with what a program did; None: nothing."""
+    """The error in a program's result; None if it is right."""
     if finished.ended != "exited" or finished.status != 0:
         errors = _short(_last(finished.stderr.strip()))
         return f"Input {_short(given)!r}: {_ending(finished, limits)}. {errors}".strip()
@@ -231,7 +229,7 @@ def _short(text: str) -> str:
 
 
 def _last(text: str) -> str:
-    """The end of a traceback, which says what it was about."""
+    """The end of a traceback, which names the error."""
     return text if len(text) <= SHOWN else f"...{text[-SHOWN:]}"
 
 
@@ -241,7 +239,7 @@ def _inputs(task: Mapping[str, Any], field: str) -> list[tuple[str, str]]:
         rows = json.loads(found) if isinstance(found, str) else found
         tests = [(row["input"], row["output"]) for row in rows]
         if not tests or not all(isinstance(text, str) for one in tests for text in one):
-            raise TypeError("inputs and outputs are texts, and there is at least one")
+            raise TypeError("inputs and outputs must be texts, at least one of each")
     except (ValueError, TypeError, LookupError) as error:
         raise RewardError(
             f'the task\'s {field!r} is {shown(found)}: it must be [{{"input": text, "output": '
@@ -263,7 +261,7 @@ def _tests(task: Mapping[str, Any], field: str) -> str:
 
 @asynccontextmanager
 async def _folder(files: Mapping[str, str]) -> AsyncIterator[Path]:
-    """A new folder with these files, which is gone afterwards."""
+    """A temporary folder with these files."""
     folder = Path(tempfile.mkdtemp(prefix="tuner-code-"))
     try:
         for name, text in files.items():
@@ -274,7 +272,7 @@ async def _folder(files: Mapping[str, str]) -> AsyncIterator[Path]:
 
 
 def _read(path: Path) -> bytes | None:
-    """A file that a program left, which it may have made to be something else; None: it is."""
+    """A file that a program left; None if the program made it something else."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

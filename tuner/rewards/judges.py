@@ -1,6 +1,6 @@
-"""Judges that compare a response with a field of its task, and judges made of other judges.
+"""Judges that compare a response with a field of its task, and combinations of judges.
 
-Each is made by a function with its settings, gives a reward between 0 and 1, and says why:
+Each is made by a function with its settings, gives a reward between 0 and 1, and explains it:
 
     judge = weighted({"right": exact_judge(field="answer"), "form": form_judge(r"<answer>.*")})
 """
@@ -34,36 +34,35 @@ if TYPE_CHECKING:
     from jsonschema.protocols import Validator
 
 
-# Scores of an answer in words. Plain functions of texts, each between 0 and 1.
+# Scores of an answer as text: plain functions of texts, each between 0 and 1.
 
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-# A sign, a point, a stroke of a fraction: without it there is another number.
+# A sign, a decimal point or a fraction bar: without it the number is another one.
 _IN_NUMBERS = re.compile(r"(?<![\w.])-(?=\.?\d)|(?<![^\W\d])[./:](?=\d)")
 _KEPT = {"-": "\ue000", ".": "\ue001", "/": "\ue002", ":": "\ue003"}
 _BACK = str.maketrans({kept: sign for sign, kept in _KEPT.items()})
 
 
 def normalized(text: str) -> str:
-    """The text in lower case without punctuation, articles and further spaces, as SQuAD's
-    evaluation compares answers (arXiv 1606.05250); but a number keeps its sign and its point, and a
-    text of articles alone, as the answer "A", is left as it is."""
+    """The text in lower case without punctuation, articles and extra spaces, as SQuAD's evaluation
+    compares answers (arXiv 1606.05250). Numbers keep sign and decimal point, and a text of articles
+    alone, such as the answer "A", is kept."""
     said = _IN_NUMBERS.sub(lambda found: _KEPT[found[0]], text.lower())
     said = said.translate(_PUNCTUATION).translate(_BACK)
     return " ".join(_ARTICLES.sub(" ", said).split() or said.split())
 
 
 def exact_match(answer: str, truth: str) -> float:
-    """1.0 if both are the same once normalized, else 0.0."""
+    """1.0 if both are equal after normalization, else 0.0."""
     return float(normalized(answer) == normalized(truth))
 
 
 def f1(answer: str, truth: str) -> float:
     """The harmonic mean of precision and recall of the answer's words (arXiv 1606.05250).
 
-    Words count as often as they occur. An answer without words is right only where the truth has
-    none.
+    Words count as often as they occur. An answer without words is right only if the truth has none.
     """
     said, wanted = normalized(answer).split(), normalized(truth).split()
     if not said or not wanted:
@@ -79,12 +78,12 @@ def has_form(text: str, pattern: str) -> float:
     """1.0 if the whole text matches the regular expression (dots match newlines), else 0.0.
 
     Raises:
-        re.error: The pattern is no regular expression.
+        re.error: The pattern is not a regular expression.
     """
     return float(re.fullmatch(pattern, text.strip(), re.DOTALL) is not None)
 
 
-# The answer inside a solution, and whether two answers are the same.
+# The answer inside a solution, and whether two answers are equal.
 
 
 NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?|-?\.\d+")
@@ -92,7 +91,7 @@ LONGEST_EXPRESSION = 50
 
 
 def final_answer(text: str) -> str:
-    """What a solution gives as its answer: after "####", in \\boxed{}, or its last number."""
+    r"""The final answer of a solution: after "####", in \boxed{}, or its last number."""
     if "####" in text:
         return text.rpartition("####")[2].strip()
     if "\\boxed{" in text:
@@ -108,14 +107,14 @@ def math_equal(answer: str, truth: str) -> float:
     `in_process` gives it a time limit.
 
     Raises:
-        MissingDependencyError: There is more to compare than numbers, without math-verify.
+        MissingDependencyError: Expressions have to be compared, without math-verify.
     """
     if not truth or not answer:
         return 0.0
     numbers = _number(truth), _number(answer)
     if None not in numbers:  # nearly always, and a thousand times faster than symbolic algebra
         return float(numbers[0] == numbers[1])
-    # Towers of powers can keep symbolic algebra busy for ever.
+    # Towers of powers can keep symbolic algebra busy forever.
     if len(answer) > LONGEST_EXPRESSION or re.search(r"\^|\*\*|!", answer):
         return 0.0
     try:
@@ -151,32 +150,33 @@ Extract = Callable[[str], str]
 PlainJudge = Callable[[Mapping[str, Any], Any], JudgeOutput]
 
 SHOWN_MISTAKES = 10
-"""Of a JSON text's mistakes, so many are in the feedback."""
+"""Number of mistakes in a JSON text that the feedback lists."""
 _FENCE = re.compile(r"\s*```[\w+-]*\n(.*?)\n?```\s*", re.DOTALL)
 _MARKS = ("####", "\\boxed{")
 
 
 def exact_judge(*, field: str = "answer", extract: Extract = str) -> PlainJudge:
-    """A judge by `exact_match`: 1 for the same words, else 0.
+    """A judge by `exact_match`: 1 for equal words, else 0.
 
     Args:
-        field: Of the task: the right answer, or a list of right answers, of which one is enough.
-        extract: Takes the answer out of the response's text.
+        field: Field of the task with the right answer, or a list of right answers, one of which is
+            enough.
+        extract: Extracts the answer from the response's text.
     """
     return _by_words(exact_match, field, extract)
 
 
 def f1_judge(*, field: str = "answer", extract: Extract = str) -> PlainJudge:
     """A judge by `f1`, the harmonic mean of precision and recall of the answer's words, with the
-    best of the right answers. Arguments as of `exact_judge`."""
+    best of the right answers. Arguments as for `exact_judge`."""
     return _by_words(f1, field, extract)
 
 
 def form_judge(pattern: str) -> PlainJudge:
-    """A judge by `has_form`: 1 where the whole response matches the regular expression, else 0.
+    """A judge by `has_form`: 1 if the whole response matches the regular expression, else 0.
 
     Raises:
-        re.error: The pattern is no regular expression.
+        re.error: The pattern is not a regular expression.
     """
     re.compile(pattern)
 
@@ -191,13 +191,14 @@ def form_judge(pattern: str) -> PlainJudge:
 def math_judge(
     *, field: str = "answer", extract: Extract = final_answer, timeout: float = 15.0
 ) -> JudgeType:
-    """A judge by `math_equal`: 1 for the same number or expression, else 0.
+    r"""A judge by `math_equal`: 1 for the same number or expression, else 0.
 
-    Of a right answer that is a whole solution, what stands behind "####" or in \\boxed{} counts.
+    If the right answer is a whole solution, the part after "####" or in \boxed{} counts.
 
     Args:
-        field: Of the task: the right answer, or a list of right answers, of which one is enough.
-        extract: Takes the answer out of the response's text; `final_answer` unless set.
+        field: Field of the task with the right answer, or a list of right answers, one of which is
+            enough.
+        extract: Extracts the answer from the response's text; `final_answer` unless set.
         timeout: Seconds for one comparison, after which the rollout is a `judge_timeout`.
 
     Raises:
@@ -225,24 +226,25 @@ def rouge_judge(
     tokenizer: Callable[[str], list[str]] | None = None,
     extract: Extract = str,
 ) -> PlainJudge:
-    """A judge by ROUGE, how much of a text's word sequences another one has (Lin 2004), as the
-    library rouge-score computes it (extra `rewards`). The metrics are all three measures.
+    """A judge by ROUGE, the overlap of word sequences (Lin 2004), as the library rouge-score
+    computes it (extra `rewards`). The metrics are all three measures.
 
     Args:
-        field: Of the task: the right text, or a list of right texts, of which the best counts.
-        kind: `rouge1`, `rouge2`, ... for sequences of so many words, `rougeL` for the longest
+        field: Field of the task with the right text, or a list of right texts, the best of which
+            counts.
+        kind: `rouge1`, `rouge2`, ... for sequences of as many words, `rougeL` for the longest
             common one, `rougeLsum` for that of each line.
-        measure: Which of the measures is the reward.
-        stemmer: Whether endings of English words are cut off first.
-        tokenizer: Cuts a text into words. None: rouge-score's own, whose words are made of the
-            letters a to z and digits alone, so that it is for English.
-        extract: Takes what is compared out of the response's text.
+        measure: The measure that is the reward.
+        stemmer: Whether endings of English words are removed first.
+        tokenizer: Splits a text into words. None: rouge-score's own, whose words consist of the
+            letters a to z and digits only, so it is for English.
+        extract: Extracts the compared text from the response's text.
 
     Raises:
         MissingDependencyError: rouge-score is not installed.
-        ValueError: There is no such kind or measure.
+        ValueError: Unknown kind or measure.
 
-    The judge raises RewardError where the right text has no word by this tokenizer.
+    The judge raises RewardError if the right text has no word by this tokenizer.
     """
     try:
         from rouge_score.rouge_scorer import RougeScorer
@@ -251,21 +253,21 @@ def rouge_judge(
             f"rouge-score computes ROUGE and is not installed: {pip_install('rewards')}"
         ) from None
     if not re.fullmatch(r"rouge([1-9]|L|Lsum)", kind):
-        raise ValueError(f"kind is {kind!r}: it is rouge1 to rouge9, rougeL or rougeLsum")
+        raise ValueError(f"kind is {kind!r}: it must be rouge1 to rouge9, rougeL or rougeLsum")
     if measure not in ("fmeasure", "precision", "recall"):
-        raise ValueError(f"measure is {measure!r}: it is fmeasure, precision or recall")
-    logging.getLogger("absl").setLevel(logging.WARNING)  # it says which tokenizer is taken
+        raise ValueError(f"measure is {measure!r}: it must be fmeasure, precision or recall")
+    logging.getLogger("absl").setLevel(logging.WARNING)  # it logs which tokenizer is used
     own = None if tokenizer is None else _Tokenizer(tokenizer)
     scorer = RougeScorer([kind], use_stemmer=stemmer, tokenizer=own)
 
     def judge(task: Mapping[str, Any], response: Any) -> JudgeOutput:
         text, found = extract(response_text(response)), []
         for truth in _truths(task, field):
-            # With itself it has all in common, if it has anything.
+            # A text overlaps with itself completely, if it has any words.
             if not scorer.score(truth, truth)[kind].recall:
                 raise RewardError(
                     f"{kind} of {shown(truth)}: there is nothing in it to compare; rouge-score's "
-                    "own tokenizer knows a to z and digits alone, others are given as tokenizer"
+                    "own tokenizer supports only a to z and digits: pass another as tokenizer"
                 )
             found.append((getattr(score := scorer.score(truth, text)[kind], measure), score, truth))
         reward, score, truth = max(found, key=lambda one: one[0])
@@ -278,7 +280,7 @@ def rouge_judge(
 
 
 class _Tokenizer:
-    """A function as rouge-score takes it."""
+    """Adapts a function to rouge-score's interface."""
 
     def __init__(self, function: Callable[[str], list[str]]) -> None:
         self.tokenize = function
@@ -287,21 +289,20 @@ class _Tokenizer:
 def schema_judge(
     schema: Mapping[str, Any] | bool | None = None, *, field: str | None = None
 ) -> PlainJudge:
-    """A judge of JSON: 1 where the response is a JSON text that a JSON Schema allows, else 0. The
-    feedback has each mistake with its place.
+    """A judge of JSON: 1 if the response is a JSON text that satisfies a JSON Schema, else 0. The
+    feedback lists each mistake with its place.
 
-    Reasoning before `</think>`, and a code fence around all of the rest, do not count.
+    Reasoning before `</think>`, and a code fence around all of the rest, are ignored.
 
     Args:
         schema: For all tasks; in the draft that its `$schema` names, else 2020-12.
-        field: In place of it, the field of the task that holds its schema, as an object or as
-            JSON text.
+        field: Instead, the field of the task that holds its schema, as an object or as JSON text.
 
     Raises:
         MissingDependencyError: jsonschema is not installed (extra `rewards`).
-        ValueError: Both or none is given, or it is no schema.
+        ValueError: Both or neither is given, or the schema is invalid.
 
-    The judge raises RewardError where the task's schema is none, or refers to another document.
+    The judge raises RewardError if the task's schema is invalid or refers to another document.
     """
     _require_jsonschema()
     if (schema is None) == (field is None):
@@ -316,7 +317,7 @@ def schema_judge(
             return JudgeOutput(reward=0.0, feedback=f"The response is not JSON: {error}.")
         mistakes = _mistakes(validator, value)
         if not mistakes:
-            return JudgeOutput(reward=1.0, feedback="The response is as the schema says.")
+            return JudgeOutput(reward=1.0, feedback="The response satisfies the schema.")
         left = len(mistakes) - SHOWN_MISTAKES
         more = [f"and {left} more"] if left > 0 else []
         return JudgeOutput(
@@ -331,33 +332,33 @@ def schema_judge(
 def weighted(
     judges: Mapping[str, Callable[..., Any]], weights: Mapping[str, float] | None = None
 ) -> JudgeType:
-    """A judge of several: the sum of their rewards by weight, or without weights their mean.
+    """A judge made of several: the sum of their rewards by weight, or without weights their mean.
 
         weighted({"right": math_judge(), "form": form_judge(FORM)}, {"right": 0.8, "form": 0.2})
 
-    Each reward is a metric by its name, with the metrics of that judge as `<name>/<metric>`; what
-    they say is joined. They are asked at the same time. Where one raises, this does: a part that
-    fails is no reward of 0.
+    Each reward is a metric by its name, with the metrics of that judge as `<name>/<metric>`;
+    feedback is joined. The judges run concurrently. If one raises, so does this: a failed part is
+    not a reward of 0.
 
     Args:
-        judges: By name; of single responses, async or plain.
-        weights: Of each of them.
+        judges: By name; judges of single responses, async or plain.
+        weights: Weight of each.
 
     Raises:
         FunctionError: One of them cannot be called as a judge, or judges groups.
-        ValueError: There is none, or the weights are not theirs.
+        ValueError: There are no judges, or the weights do not match them.
     """
     for name, one in judges.items():
         check_judge_function(one)
         if judges_groups(one):
             raise FunctionError(
-                f"weighted: {name!r} judges the responses of a group together; give judges of "
+                f"weighted: {name!r} judges the responses of a group together; pass judges of "
                 "single responses"
             )
     if not judges or (weights is not None and weights.keys() != judges.keys()):
         raise ValueError(
-            f"weighted: there are judges {', '.join(judges) or '(none)'} and weights of "
-            f"{', '.join(weights or ()) or '(none)'}: give each judge one"
+            f"weighted: the judges are {', '.join(judges) or '(none)'} and the weights are for "
+            f"{', '.join(weights or ()) or '(none)'}: give each judge one weight"
         )
     shares = weights if weights is not None else dict.fromkeys(judges, 1 / len(judges))
 
@@ -394,7 +395,7 @@ def weighted(
 
 
 async def _together(asked: Mapping[str, Coroutine[Any, Any, T]]) -> dict[str, T]:
-    """The results by name; the first that raises ends the others."""
+    """The results by name; the first that raises cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = {name: group.create_task(one) for name, one in asked.items()}
@@ -414,16 +415,12 @@ def _by_words(score: Callable[[str, str], float], field: str, extract: Extract) 
 
 
 def _truths(task: Mapping[str, Any], field: str) -> list[str]:
-    """The right answers of a task, as texts.
-
-    Raises:
-        RewardError: There is none.
-    """
+    """The right answers of a task, as texts; raises RewardError if there are none."""
     found = TaskRow(task)[field]
     several = found if isinstance(found, (list, tuple)) else [found]
     if not several or not all(isinstance(one, (str, int, float)) for one in several):
         raise RewardError(
-            f"the task's {field!r} is {shown(found)}: it must be a text, a number, or some of them"
+            f"the task's {field!r} is {shown(found)}: it must be text, a number, or a list of them"
         )
     return [str(one) for one in several]
 
@@ -442,10 +439,7 @@ def _require_jsonschema() -> None:
 
 
 def _validator(schema: Any) -> Validator:
-    """
-    Raises:
-        ValueError: It is no schema.
-    """
+    """Raises ValueError for an invalid schema."""
     from jsonschema import Draft202012Validator, SchemaError
     from jsonschema.validators import validator_for
     from referencing import Registry
@@ -454,8 +448,8 @@ def _validator(schema: Any) -> Validator:
     try:
         kind.check_schema(schema)
     except SchemaError as error:
-        raise ValueError(f"the schema is none, at {_place(error)}: {error.message}") from None
-    # Without a registry of its own it would fetch what it refers to.
+        raise ValueError(f"the schema is invalid at {_place(error)}: {error.message}") from None
+    # Without a registry it would fetch what it refers to.
     found: Validator = kind(schema, registry=Registry())
     return found
 
@@ -474,7 +468,7 @@ def _mistakes(validator: Validator, value: Any) -> list[str]:
     try:
         errors = sorted(validator.iter_errors(value), key=lambda error: error.json_path)
     except Unresolvable as error:
-        raise RewardError(f"the schema refers to what is not in it: {error}") from error
+        raise RewardError(f"the schema refers to something outside it: {error}") from error
     return [f"{_place(error)}: {error.message}" for error in errors]
 
 
@@ -483,7 +477,7 @@ def _place(error: Any) -> str:
 
 
 def _strict_json(text: str) -> Any:
-    """The value of a JSON text, in a code fence or not; NaN and Infinity are no JSON."""
+    """The value of a JSON text, with or without a code fence; rejects NaN and Infinity."""
 
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is no JSON")
@@ -493,11 +487,11 @@ def _strict_json(text: str) -> Any:
     return json.loads(fenced[1] if fenced else said, parse_constant=refuse)
 
 
-# Judges of `select_model()` for the fastest candidate and for the most sparing one.
+# Judges of `select_model()` that choose the fastest candidate, and the one with the fewest tokens.
 #
-# They have the names, arguments and metrics of AgentScope 1.0.21's, and read what `select_model()`
-# hands to judges: `{"response": ..., "metrics": {"execution_time": ..., "total_tokens": ...,
-# ...}}`.
+# They have the names, arguments and metrics of AgentScope 1.0.21's, and read the argument that
+# `select_model()` passes to judges: `{"response": ..., "metrics": {"execution_time": ...,
+# "total_tokens": ..., ...}}`.
 
 
 async def avg_time_judge(_task: Mapping[str, Any], response: Any) -> JudgeOutput:
@@ -514,20 +508,20 @@ async def avg_time_judge(_task: Mapping[str, Any], response: Any) -> JudgeOutput
 
 
 async def avg_token_consumption_judge(_task: Mapping[str, Any], response: Any) -> JudgeOutput:
-    """The tokens that the candidate read and wrote, with a minus: the most sparing is best.
+    """The negative number of tokens that the candidate read and wrote: the fewest is best.
 
     Returns:
         The reward, and the metric "token_consumed".
 
     Raises:
-        RewardError: `response` is not what `select_model()` hands to judges, or no token was seen:
-            a candidate that does not say what it uses is not the most sparing.
+        RewardError: `response` does not come from `select_model()`, or the number of tokens is
+            unknown: a candidate that does not report it is not the best.
     """
     tokens = _measured(response, "total_tokens")
     if not tokens:
         raise RewardError(
-            "no tokens are known of this rollout: the workflow did not call `model` itself, or the "
-            "API does not say what it used"
+            "the number of tokens of this rollout is unknown: the workflow did not call `model` "
+            "itself, or the API does not report usage"
         )
     return JudgeOutput(reward=-tokens, metrics={"token_consumed": tokens})
 
@@ -536,7 +530,7 @@ def _measured(response: Any, name: str) -> float:
     metrics = response.get("metrics") if isinstance(response, Mapping) else None
     if not isinstance(metrics, Mapping) or name not in metrics:
         raise RewardError(
-            f"the response is {shown(response)}: this judge is for select_model(), which hands it "
-            f"a dict with metrics, and {name} among them"
+            f"the response is {shown(response)}: this judge is for select_model(), which passes a "
+            f"dict with metrics, including {name}"
         )
     return float(metrics[name])

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from tuner.config import RemoteModel
 
 
-# How a language model is brought to a verdict: asked for JSON of one form, once, and counted.
+# Asking a language model for a verdict: JSON of one form, asked once, with its tokens counted.
 
 
 Form = TypeVar("Form", bound=BaseModel)
 logger = logging.getLogger("tuner.rewards")
 REMEMBERED = 10_000
-"""Verdicts that are kept in memory, the newest."""
+"""Number of verdicts kept in memory, the newest."""
 
 
 class Asker:
@@ -37,11 +37,11 @@ class Asker:
 
     Args:
         model: A model behind a URL, or the name of one of the run's auxiliary models.
-        temperature: Of the answers; None: as the model has it.
+        temperature: Temperature of the answers; None: the model's default.
         timeout: Seconds for the answer to one request.
-        tries: How many answers are asked for, until one is of the form.
+        tries: Maximum number of answers requested until one has the form.
         request: Further arguments of `chat.completions.create`.
-        cache: Folder with a file for each verdict; None: they are kept in memory alone.
+        cache: Folder with a file for each verdict; None: they are kept in memory only.
 
     Raises:
         ConfigError: `model` is something else, or the variable with its key is not set.
@@ -79,7 +79,7 @@ class Asker:
     def _start(self) -> None:
         self._in_words = False
         self._verdicts: dict[str, str] = {}
-        # A client and a lock are of one event loop; a replay has one for each step.
+        # A client and a lock belong to one event loop; a replay has one for each step.
         self._clients: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._locks: WeakValueDictionary[tuple[int, str], asyncio.Lock] = WeakValueDictionary()
 
@@ -94,15 +94,17 @@ class Asker:
     async def ask(
         self, prompt: str, form: type[Form], auxiliary_models: Mapping[str, Any]
     ) -> tuple[Form, dict[str, float]]:
-        """The model's verdict, and what it took: nothing where the same was asked before.
+        """The model's verdict, and its cost: none if the same was asked before.
 
         Returns:
             An object of the form, and the metrics `judge_input_tokens`, `judge_output_tokens` (of
-            all answers that were asked for; not there where the API does not say) and
-            `judge_cost` (where there are prices).
+                all
+            requested answers; missing if the API does not report them) and `judge_cost` (if there
+                are
+            prices).
 
         Raises:
-            RewardError: There is no answer, or none of the form.
+            RewardError: There is no answer, or none has the form.
             RewardTimeout: The model took too long.
             FunctionError: The run has no auxiliary model of this name.
         """
@@ -115,7 +117,7 @@ class Asker:
         }
         whole = json.dumps([str(model.client.base_url), asked], sort_keys=True, default=str)
         key = hashlib.sha256(whole.encode()).hexdigest()
-        # Who asks the same at the same time waits for the one answer.
+        # Concurrent equal questions wait for one answer.
         lock = self._locks.setdefault((id(asyncio.get_running_loop()), key), asyncio.Lock())
         async with lock:
             verdict, usage = self._known(key, form), Used()
@@ -125,7 +127,7 @@ class Asker:
         return verdict, usage.metrics(getattr(model, "remote", None))
 
     def _chat_model(self, auxiliary_models: Mapping[str, Any]) -> Any:
-        """What has a `client` and a `model_name`, whatever framework it is made for."""
+        """An object with a `client` and a `model_name`, whatever framework it belongs to."""
         from tuner.rollouts.chat_models import remote_chat_model
 
         remote = self._model
@@ -134,7 +136,7 @@ class Asker:
                 return auxiliary_models[remote]
             except KeyError:
                 raise FunctionError(
-                    f"the judge asks the auxiliary model {remote!r}, and the run's are: "
+                    f"the judge needs the auxiliary model {remote!r}, but the run's are: "
                     f"{', '.join(auxiliary_models) or 'none'}"
                 ) from None
         loop = asyncio.get_running_loop()
@@ -152,7 +154,7 @@ class Asker:
     async def _answered(
         self, model: Any, asked: dict[str, Any], form: type[Form], usage: Used
     ) -> Form:
-        """The first answer of the form; what all took goes into `usage`."""
+        """The first answer of the form; the tokens of all answers are added to `usage`."""
         import openai
 
         who, (first,) = f"the judge's model {model.model_name}", asked["messages"]
@@ -181,7 +183,8 @@ class Asker:
         raise RewardError(f"{who} gave no verdict in {self._tries} answers: {wrong}: {shown(text)}")
 
     async def _completion(self, model: Any, asked: dict[str, Any]) -> Any:
-        """One answer, held to the form by the API where it can do that; the prompt says it too."""
+        """One answer, constrained to the form if the API supports that; the prompt asks for it
+        too."""
         import openai
 
         create = model.client.chat.completions.create
@@ -191,10 +194,11 @@ class Asker:
         try:
             return await create(**asked, timeout=self._timeout)
         except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
-            completion = await create(**in_words, timeout=self._timeout)  # else it is not the form
+            # otherwise the form is not the problem
+            completion = await create(**in_words, timeout=self._timeout)
             self._in_words = True
             logger.warning(
-                "%s does not take response_format with a JSON schema, so the prompt alone asks "
+                "%s does not support response_format with a JSON schema, so only the prompt asks "
                 "for the form: %s",
                 model.model_name,
                 error,
@@ -210,7 +214,7 @@ class Asker:
         except FileNotFoundError:
             return None
         except ValueError as error:
-            logger.warning("%s/%s.json is damaged, and asked again: %s", self._cache, key, error)
+            logger.warning("%s/%s.json is damaged and asked again: %s", self._cache, key, error)
             return None
 
     def _keep(self, key: str, text: str) -> None:
@@ -232,7 +236,7 @@ class Used:
         self._known, self._read, self._written = True, 0, 0
 
     def add(self, usage: Any) -> None:
-        """The `usage` of a chat completion; None where the API does not say."""
+        """Add the `usage` of a chat completion; None if the API does not report it."""
         if usage is None:
             self._known = False
         else:
@@ -240,7 +244,7 @@ class Used:
             self._written += usage.completion_tokens
 
     def metrics(self, remote: RemoteModel | None) -> dict[str, float]:
-        """By the names that judges use; `remote` has the prices, where there are any."""
+        """By the names that judges use; `remote` has the prices, if there are any."""
         if not self._known:
             return {}
         found = {
@@ -259,18 +263,18 @@ def _response_format(form: type[BaseModel]) -> dict[str, Any]:
 def read(text: str, form: type[Form]) -> Form:
     """The one object of the form in a text, which may have words and fences around it.
 
-    An object in the middle of what is no JSON does not count: a model that quotes a response may
-    forget to escape it, and the response may hold a verdict on itself.
+    An object inside text that is not JSON does not count: a model that quotes a response may forget
+    to escape it, and the response may contain a verdict on itself.
 
     Raises:
-        ValueError: There is none, or several: which of them is meant is not for us to say.
+        ValueError: There is none, or several: which of them is meant cannot be decided.
     """
     values, text, at = [], text.rpartition("</think>")[2], 0
     while (at := text.find("{", at)) >= 0:
         try:
             value, at = json.JSONDecoder().raw_decode(text, at)
         except RecursionError:
-            raise ValueError("the JSON goes too deep") from None
+            raise ValueError("the JSON is nested too deeply") from None
         values.append(value)
     found, wrong = [], "there is no JSON object"
     for value in values:
@@ -334,33 +338,34 @@ def llm_judge(
         judge = llm_judge(rubric="1 for a polite answer, 0 for a rude one.", model="helper")
 
     The reward is the score, the feedback its reasons, and the metrics are `judge_input_tokens`,
-    `judge_output_tokens` and, where the model has prices, `judge_cost`. The same is asked once:
+    `judge_output_tokens` and, if the model has prices, `judge_cost`. Equal questions are asked
+        once:
     equal responses to a task get one verdict, and the later ones cost nothing.
 
     Args:
-        rubric: What a good response is, and what earns which score.
+        rubric: What a good response is, and which score it earns.
         model: A model behind any OpenAI-compatible URL, or the name of one of the run's auxiliary
-            models. Rate limits are obeyed, `max_concurrent` too.
+            models. Rate limits and `max_concurrent` are respected.
         scale: Lowest and highest score.
-        fields: Which of the task's fields the model sees; None: all of them.
-        temperature: Of the model's answers; None: what the API takes for it.
+        fields: The task's fields that the model sees; None: all of them.
+        temperature: Temperature of the model's answers; None: the API's default.
         timeout: Seconds for the answer to one request.
-        tries: How many answers are asked for, until one is of the form; each time the model hears
-            what was wrong.
-        request: Further arguments of `chat.completions.create`, as
+        tries: Maximum number of answers requested until one has the form; each time the model is
+            told what was wrong.
+        request: Further arguments of `chat.completions.create`, for example
             `{"max_completion_tokens": 500}`.
-        cache: Folder in which verdicts are kept, for later runs too.
+        cache: Folder in which verdicts are kept, also for later runs.
 
     Raises:
         ConfigError: `model` is neither, or the environment variable with its key is not set.
         ValueError: `scale` is empty, or `timeout` or `tries` is not above 0.
 
-    The judge raises RewardError when there is no verdict, so that the rollout is a `judge_error`,
-    and RewardTimeout when the model takes too long: a `judge_timeout`, and never the reward 0.
+    The judge raises RewardError if there is no verdict, so that the rollout is a `judge_error`, and
+    RewardTimeout if the model takes too long: a `judge_timeout`, never the reward 0.
     """
     low, high = scale
     if not low < high:
-        raise ValueError(f"scale is {scale}: the lowest score comes first, and is not the highest")
+        raise ValueError(f"scale is {scale}: it must be (lowest, highest) with lowest < highest")
     asker = Asker(
         model, temperature=temperature, timeout=timeout, tries=tries, request=request, cache=cache
     )
@@ -392,13 +397,13 @@ def ruler(
 ) -> Callable[..., Awaitable[list[JudgeOutput]]]:
     """A judge of a group: a language model reads all responses to a task and compares them.
 
-    Which of several responses is better is easier to say than how good one is, and GRPO needs no
-    more (RULER: Relative Universal LLM-Elicited Rewards, of OpenPipe's ART). The judge takes
-    `task, responses` and returns a JudgeOutput for each, in their order, with scores from 0 to 1.
+    Which of several responses is better is easier to judge than how good one is, and GRPO needs no
+    more (RULER: Relative Universal LLM-Elicited Rewards, of OpenPipe's ART). The judge takes `task,
+    responses` and returns a JudgeOutput for each, in their order, with scores from 0 to 1.
 
-    Equal responses are shown once and share a score. In which order they are shown depends on
-    what they say, never on their order in the group. Each rollout bears an equal part of the
-    metrics, so that their sum is what the verdict took.
+    Equal responses are shown once and share a score. The order in which they are shown depends on
+    their text, never on their order in the group. Each rollout has an equal part of the metrics, so
+    that their sum is the cost of the verdict.
 
     Args and errors are those of `llm_judge`; the rubric says what is better.
     """
@@ -441,7 +446,7 @@ def _row(task: Mapping[str, Any], fields: Sequence[str] | None) -> str:
 
 
 def _digest(*texts: str) -> str:
-    """A name for these texts that none of them can contain: it would have to know itself."""
+    """A tag that none of these texts can contain: it would have to contain its own hash."""
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:12]
 
 

@@ -1,8 +1,7 @@
-"""Reward functions in processes of their own, with a limit to the time they may take.
+"""Reward functions in separate processes, with a time limit.
 
-A function that hangs in C code, eats memory or kills its process takes nothing else along: its
-process is ended and replaced, and the rollout that it was to score gets a typed outcome. It never
-gets the reward 0 for that.
+A function that hangs in C code, exhausts memory or kills its process affects nothing else: its
+process is ended and replaced, and the rollout gets a typed outcome, never the reward 0.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ T = TypeVar("T")
 def in_process(
     function: Callable[P, T], *, timeout: float = 15.0, workers: int = 2
 ) -> Callable[P, Awaitable[T]]:
-    """The function as an async one that runs in a process of its own.
+    """An async version of the function that runs it in a separate process.
 
         score = in_process(math_equal, timeout=5)
 
@@ -36,33 +35,33 @@ def in_process(
             return JudgeOutput(reward=await score(response, task["answer"]))
 
     The processes start with the first call, as new interpreters, and end with the program or with
-    the function. Time spent waiting for a free one does not count. A call that is cancelled ends
-    its process.
+    the function. Time spent waiting for a free one does not count. A cancelled call ends its
+    process.
 
     Args:
         function: A plain function that a new interpreter can import; a script that has it needs
-            `if __name__ == "__main__":` around what it runs.
+            `if __name__ == "__main__":` around the code that it runs.
         timeout: Seconds that one call may take.
-        workers: How many calls run at the same time.
+        workers: Number of concurrent calls.
 
     Raises:
         FunctionError: It is async, or cannot be imported: a lambda, or defined in a function.
         ValueError: `timeout` or `workers` is not above 0.
 
     The async function raises RewardTimeout when time is over, and RewardError when the function
-    raised, when its process died, or when what it takes or returns cannot be pickled.
+    raised, its process died, or its arguments or result cannot be pickled.
     """
     return _InProcess(function, timeout, workers)
 
 
 class _InProcess(Generic[P, T]):
-    """What `in_process` makes. Travels to other processes without its own."""
+    """Result of `in_process`; pickled without its processes."""
 
     def __init__(self, function: Callable[P, T], timeout: float, workers: int) -> None:
         name = getattr(function, "__qualname__", repr(function))
         if inspect.iscoroutinefunction(function):
             raise FunctionError(
-                f"in_process({name}): the function is async, and waits without blocking as it is; "
+                f"in_process({name}): the function is async and already waits without blocking; "
                 "call it directly, with asyncio.timeout for a limit"
             )
         try:
@@ -120,7 +119,8 @@ class _InProcess(Generic[P, T]):
 
 
 class _Travelling:
-    """A function that came from another process, maybe by value: it is sent on in the same way."""
+    """A function that came from another process, possibly by value, and is passed on in the same
+    way."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function

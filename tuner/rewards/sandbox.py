@@ -1,11 +1,11 @@
-"""Runs a program that nobody vouches for, within limits, and ends whatever it started.
+"""Runs an untrusted program within limits, and ends every process that it started.
 
     finished = await run(["python", "solution.py"], folder=folder, limits=Limits(seconds=5))
     finished.ended, finished.status, finished.stdout
 
-Where bubblewrap works the program has namespaces of its own: it sees the system's libraries, its
-folder and nothing else, and no network but the gateway. Elsewhere it is a process like any other of
-this user, with the same limits; `Finished.isolation` and the log say which it was.
+If bubblewrap works, the program has its own namespaces: it sees only the system's libraries and its
+folder, and no network except the gateway. Otherwise it is an ordinary process of this user with the
+same limits; `Finished.isolation` and the log say which it was.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tuner.errors import MissingDependencyError, SandboxError, pip_install
 
 
 _LONGEST = 80
-"""Bytes of a folder's path; a socket's may have 108 in all."""
+"""Bytes of a folder's path; a socket's path may have 108 in all."""
 _APART = ("--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL")
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/usr", "/nix/store")
 _SETTINGS = (
@@ -48,7 +48,7 @@ _SETTINGS = (
 def bubblewrap() -> Path | str:
     """bubblewrap's executable, or why there is none."""
     if not sys.platform.startswith("linux"):
-        raise SandboxError(f"programs are run within limits on Linux only; this is {sys.platform}")
+        raise SandboxError(f"programs run within limits on Linux only; this is {sys.platform}")
     found = shutil.which("bwrap")
     if found is None:
         with suppress(ImportError):
@@ -68,13 +68,13 @@ def bubblewrap() -> Path | str:
 
 
 def namespaces(bwrap: Path, folder: Path, size: int, shown: Sequence[Path]) -> list[str]:
-    """bubblewrap's command, to which that of the program is added.
+    """bubblewrap's command, to which that of the program is appended.
 
     Args:
         bwrap: Its executable.
-        folder: What the program may write to.
-        size: Bytes that it may have in `/tmp` and in shared memory each.
-        shown: What it may read besides the system.
+        folder: Folder that the program may write to.
+        size: Bytes of `/tmp` and of shared memory each.
+        shown: Additional readable paths.
     """
     words = [str(bwrap), *_APART, "--as-pid-1", "--die-with-parent", "--hostname", "sandbox"]
     for path in _SYSTEM:
@@ -92,7 +92,7 @@ def namespaces(bwrap: Path, folder: Path, size: int, shown: Sequence[Path]) -> l
 
 
 def own_files(program: str) -> Iterator[Path]:
-    """The files of a program that is not the system's: of `.../NAME/bin/program` those of NAME."""
+    """The files of a program that is not the system's: for `.../NAME/bin/program` those of NAME."""
     found = shutil.which(program)
     if found is None:
         return
@@ -104,10 +104,10 @@ def own_files(program: str) -> Iterator[Path]:
 
 @asynccontextmanager
 async def way_out(gateway: str | None, folder: Path) -> AsyncIterator[tuple[int, Path] | None]:
-    """While the block runs a Unix socket leads to the gateway: its port, and the socket.
+    """A Unix socket to the gateway while the block runs: the gateway's port, and the socket.
 
-    It is beside a temporary folder of the program, to be removed with what that is in where this
-    process is killed; unless its path would be longer than those of sockets may be.
+    It is next to the program's temporary folder, to be removed with it if this process is killed,
+    unless its path would be too long for a socket.
     """
     if gateway is None:
         yield None
@@ -116,8 +116,8 @@ async def way_out(gateway: str | None, folder: Path) -> AsyncIterator[tuple[int,
     host, port = to.hostname, to.port or {"http": 80}.get(to.scheme)
     if host not in ("127.0.0.1", "localhost") or port is None:
         raise SandboxError(
-            f"the gateway is at {gateway!r}; a program in bubblewrap reaches one of this machine, "
-            "as http://127.0.0.1:8000/v1, and isolation 'process' any"
+            f"the gateway is at {gateway!r}; a program in bubblewrap can reach only one on this "
+            "machine, such as http://127.0.0.1:8000/v1; isolation 'process' can reach any"
         )
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -154,19 +154,19 @@ logger = logging.getLogger("tuner.rewards")
 _SUPERVISOR = Path(__file__).with_name("sandbox_supervisor.py")
 _MIB = 2**20
 _GRACE = 10.0
-"""Seconds beyond its deadline after which a program is ended from outside."""
+"""Seconds after its deadline at which a program is ended from outside."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program and everything that it starts may use.
+    """Limits of a program and everything that it starts.
 
     Attributes:
         seconds: From its start to its end.
         memory_mb: MiB of memory, all its processes together.
         output_bytes: Bytes of standard output and error together.
         disk_mb: MiB that its folder may grow by, and the size of its `/tmp`.
-        processes: How many may run at the same time.
+        processes: Number of concurrent processes.
     """
 
     seconds: float = 10.0
@@ -183,15 +183,15 @@ class Limits:
 
 @dataclass(frozen=True)
 class Finished:
-    """How a program ended.
+    """Result of a program.
 
     Attributes:
-        status: What it exited with, as a shell has it: 128 and the signal where one ended it; None
-            where a limit did.
-        stdout, stderr: What it wrote, as UTF-8, up to the limit.
-        ended: "exited" by itself, or the limit that it was ended at.
+        status: Its exit status as in a shell: 128 plus the signal if one ended it; None if a limit
+            did.
+        stdout, stderr: Its output, as UTF-8, up to the limit.
+        ended: "exited" by itself, or the limit that ended it.
         seconds: How long it ran.
-        isolation: What it ran in.
+        isolation: How it was isolated.
     """
 
     status: int | None
@@ -213,22 +213,22 @@ async def run(
     isolation: Literal["auto", "bubblewrap", "process"] = "auto",
     readable: Sequence[Path] = (),
 ) -> Finished:
-    """Run a program to its end, and end what it left behind.
+    """Run a program to its end, and end the processes it left behind.
 
     Args:
         command: The program and its arguments, without a shell.
-        folder: Where it runs. It may write there, and sees it by the same path.
-        stdin: Its standard input; None: it is empty.
+        folder: Its working directory. It may write there, and sees it by the same path.
+        stdin: Its standard input; None: empty.
         environment: Its variables besides PATH, LANG, HOME and TMPDIR; nothing is inherited.
-        limits: What it may use.
-        gateway: A URL of this machine that it may reach, and nothing else, where the isolation
-            is by bubblewrap. A process reaches what this one does.
-        isolation: "auto" takes bubblewrap where it works.
-        readable: Further files and folders that it may read. The system's, this Python and the
-            program's own it may anyway.
+        limits: Its limits.
+        gateway: A URL of this machine, the only one that it may reach with bubblewrap. A plain
+            process can reach whatever this one can.
+        isolation: "auto" uses bubblewrap if it works.
+        readable: Additional files and folders that it may read, besides the system's, this
+            Python's and the program's own.
 
     Raises:
-        MissingDependencyError: bubblewrap was asked for, and is not there or does not work.
+        MissingDependencyError: bubblewrap was requested, and is missing or does not work.
         SandboxError: The program could not be started.
     """
     kind, folder = _chosen(isolation), Path.cwd() / folder
@@ -271,12 +271,12 @@ async def run(
 
 
 def available() -> Isolation:
-    """What "auto" takes here."""
+    """The isolation that "auto" uses here."""
     return "process" if isinstance(bubblewrap(), str) else "bubblewrap"
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder that a program wrote in, also where it took the right to from us."""
+    """Remove a folder that a program wrote in, even if it removed our permissions."""
     for path, _, _ in os.walk(folder):
         with suppress(OSError):
             os.chmod(path, 0o700)
@@ -290,7 +290,8 @@ async def _attended(
     limits: Limits,
     scratch: Path,
 ) -> tuple[tuple[bytes, bytes], Ended | None]:
-    """What a process wrote, and the limit that it passed on our side; it has ended after this."""
+    """A process's output, and the limit that it exceeded on our side; the process has ended after
+    this."""
     output = _Output(limits.output_bytes)
     ended: asyncio.Future[Any] = asyncio.gather(
         output.read(process.stdout, 0),
@@ -320,7 +321,7 @@ class _Output:
     """What is read from a program's two streams, up to a number of bytes for both.
 
     Attributes:
-        full: There were more; they are read, and not kept.
+        full: There was more; it is read and discarded.
     """
 
     def __init__(self, most: int) -> None:
@@ -349,7 +350,7 @@ async def _fed(stream: asyncio.StreamWriter | None, text: str | bytes | None) ->
 
 
 async def _kill(work: Coroutine[Any, Any, None]) -> None:
-    """Let `work` end, also where this is cancelled."""
+    """Let `work` finish, even if this is cancelled."""
     ending = asyncio.ensure_future(work)
     try:
         await asyncio.shield(ending)
@@ -364,7 +365,7 @@ async def _killed(
     ended: asyncio.Future[Any],
     scratch: Path,
 ) -> None:
-    """End what has not ended, with everything below it."""
+    """End the process if it has not ended, with everything below it."""
     if process.returncode is None:
         with suppress(ProcessLookupError):
             if kind == "process":
@@ -385,7 +386,7 @@ async def _killed(
 
 
 def _end_those_with(mark: bytes) -> None:
-    """Kill the processes that have `mark` among their variables, whoever their parents are."""
+    """Kill the processes that have `mark` in their environment, whatever their parents."""
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError):
             if mark in Path("/proc", pid, "environ").read_bytes():
@@ -400,7 +401,7 @@ def _child(pid: int) -> int | None:
 
 
 class _Report:
-    """The pipe by which the supervisor says how the program ended."""
+    """The pipe by which the supervisor reports how the program ended."""
 
     def __init__(self) -> None:
         self._from, self.to = os.pipe()
@@ -411,7 +412,7 @@ class _Report:
         self._shut(self.to)
 
     def read(self) -> dict[str, Any]:
-        """The first line; empty where the supervisor was ended before it wrote one."""
+        """The first line; empty if the supervisor ended before it wrote one."""
         os.set_blocking(self._from, False)
         try:
             line, _, _ = os.read(self._from, 65536).partition(b"\n")
@@ -430,7 +431,7 @@ class _Report:
 
 @contextmanager
 def _scratch(kind: Isolation) -> Iterator[Path]:
-    """A folder for HOME and TMPDIR, on the disk where there is no namespace to have it in."""
+    """A folder for HOME and TMPDIR, on disk if there is no namespace for it."""
     if kind == "bubblewrap":
         yield Path("/tmp")
         return
@@ -507,7 +508,7 @@ def _chosen(isolation: str) -> Isolation:
 @cache
 def _say_once(why: str) -> None:
     logger.warning(
-        "programs run as plain processes of this user, with limits, but with its files and "
-        "network: %s",
+        "programs run as ordinary processes of this user, with limits, but with access to its "
+        "files and network: %s",
         why,
     )

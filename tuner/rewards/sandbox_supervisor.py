@@ -1,9 +1,9 @@
-"""Looks after one program: its limits, and the end of whatever it started.
+"""Supervises one program: its limits, and the end of everything that it started.
 
-`tuner.rewards.sandbox` runs this file as a script, with an interpreter of its own and without
-`tuner`: as the first process inside of bubblewrap, or beside the program. Orphans of the program
-become its children, so none of them outlives it. It keeps time itself, and a program is ended at
-its deadline also while the process that asked for it is busy.
+`tuner.rewards.sandbox` runs this file as a script, in a separate interpreter without `tuner`: as
+the first process inside bubblewrap, or next to the program. Orphans of the program become its
+children, so none of them outlives it. It measures time itself, so a program is ended at its
+deadline even while the calling process is busy.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 LOOK_EVERY = 0.05
-"""Seconds from one look at the processes to the next."""
+"""Seconds from one check of the processes to the next."""
 WEIGH_EVERY = 0.2
-"""Seconds between two looks at the folders, at the least."""
+"""Minimum seconds between two checks of the folders."""
 _BLOCK = 4096
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 _SIGNALS = {signal.SIGCHLD, signal.SIGTERM}
 
 
 def main(order: dict[str, Any], command: list[str]) -> None:
-    """Run `command` within the limits of `order`, end all that it started, and report.
+    """Run `command` within the limits of `order`, end everything that it started, and report.
 
     Args:
-        order: `report` (the file descriptor that one line of JSON goes to), `parent` (who it must
-            not outlive; None inside a namespace of its own), `seconds`, `memory`, `disk` (bytes),
-            `processes`, `threads` (None: not held by the kernel), `folders` (whose size counts),
-            `port` and `socket` (what is forwarded, or None).
+        order: `report` (the file descriptor for one line of JSON), `parent` (the process that it
+            must not outlive; None inside its own namespace), `seconds`, `memory`, `disk` (bytes),
+            `processes`, `threads` (None: not limited by the kernel), `folders` (whose size counts),
+            `port` and `socket` (to be forwarded, or None).
         command: The program and its arguments.
     """
     os.set_inheritable(order["report"], False)
@@ -63,7 +63,7 @@ def main(order: dict[str, Any], command: list[str]) -> None:
 
 
 def _become(command: list[str], order: dict[str, Any], prctl: Any) -> NoReturn:
-    """In the child: take the limits on, then be the program."""
+    """In the child: apply the limits, then become the program."""
     try:
         prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
         os.setsid()
@@ -73,8 +73,8 @@ def _become(command: list[str], order: dict[str, Any], prctl: Any) -> NoReturn:
         limits = [
             (resource.RLIMIT_CORE, 0),
             (resource.RLIMIT_FSIZE, order["disk"]),
-            # Not RLIMIT_AS: Node reserves gigabytes that it never touches. Above the limit that
-            # is looked at, which says what happened.
+            # Not RLIMIT_AS: Node reserves gigabytes that it never touches. Above the measured
+            # limit, which reports what happened.
             (resource.RLIMIT_DATA, order["memory"] * 2),
         ]
         if order["threads"] is not None:
@@ -90,7 +90,7 @@ def _become(command: list[str], order: dict[str, Any], prctl: Any) -> NoReturn:
 
 
 def _watch(child: int, order: dict[str, Any], was_there: int) -> tuple[str, int | None]:
-    """How the program ended, and its status as a shell has it where it did so by itself."""
+    """How the program ended, and its status as in a shell if it ended by itself."""
     deadline = time.monotonic() + order["seconds"]
     weigh_at = 0.0
     while True:
@@ -131,15 +131,15 @@ def _reaped() -> Iterator[tuple[int, int]]:
 
 
 def _end_all(group: int) -> None:
-    """Kill every descendant, those that are being made meanwhile too.
+    """Kill every descendant, including those created meanwhile.
 
     Args:
-        group: That of the program, which is killed at once, however fast it forks.
+        group: Process group of the program, which is killed at once, however fast it forks.
     """
     give_up = time.monotonic() + 10.0  # one that hangs in the kernel cannot be waited for
     while time.monotonic() < give_up:
-        with suppress(OSError):  # there is nobody left
-            # All of the namespace but its first process, which this is; or those of the group.
+        with suppress(OSError):  # nobody is left
+            # All of the namespace except its first process, which this is; or those of the group.
             os.kill(-1 if os.getpid() == 1 else -group, signal.SIGKILL)
         running = list(_descendants(os.getpid()))
         for pid in running:
@@ -153,7 +153,7 @@ def _end_all(group: int) -> None:
 
 
 def _descendants(pid: int) -> Iterator[int]:
-    """Processes below one, those that ended and were not waited for included."""
+    """Processes below one, including zombies."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
@@ -170,7 +170,7 @@ def _descendants(pid: int) -> Iterator[int]:
 
 
 def _memory(pid: int) -> int:
-    """Bytes of memory that are a process's own: no files."""
+    """Bytes of memory of a process, without files."""
     try:
         with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
             lines = [line.split() for line in file]
@@ -181,7 +181,7 @@ def _memory(pid: int) -> int:
 
 
 def _size(folders: list[str], most: float = float("inf")) -> int:
-    """Bytes on the disk in folders, each entry at least a block; counted no further than `most`."""
+    """Bytes on disk in folders, each entry at least a block; counted up to `most`."""
     found, waiting = 0, list(folders)
     while waiting and found <= most:
         try:
@@ -203,7 +203,7 @@ def _listening(port: int) -> socket.socket:
 
 
 def _forward(listener: socket.socket, path: str) -> None:
-    """Pass each connection on to the socket at `path`, which leads out of the namespace."""
+    """Forward each connection to the socket at `path`, which leads out of the namespace."""
     while True:
         inner, _ = listener.accept()
         outer = socket.socket(socket.AF_UNIX)

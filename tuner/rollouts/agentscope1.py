@@ -1,4 +1,4 @@
-"""The chat model for AgentScope 1.x: its own `OpenAIChatModel` whose client is the gateway's."""
+"""The chat model for AgentScope 1.x: its own `OpenAIChatModel`, with the gateway as its client."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def agentscope_version() -> str | None:
-    """The installed version of AgentScope, or None."""
     try:
         return version("agentscope")
     except PackageNotFoundError:
@@ -24,12 +23,12 @@ def agentscope_version() -> str | None:
 
 
 def agentscope_modules(major: str, versions: str, extra: str, *names: str) -> list[Any]:
-    """AgentScope's modules of these names. Type checkers see AgentScope 1.x or 2.x, never both, so
-    they are told nothing.
+    """AgentScope's modules of these names. Type checkers see AgentScope 1.x or 2.x, never both,
+    so the result is untyped.
 
     Args:
-        major, versions: The one that is needed, and which of its versions work: "1", ">=1.0.12,<2".
-        extra: What brings them.
+        major, versions: The required major version, and its supported versions: "1", ">=1.0.12,<2".
+        extra: The extra that installs them.
 
     Raises:
         MissingDependencyError: They are not installed, or do not import.
@@ -43,7 +42,7 @@ def agentscope_modules(major: str, versions: str, extra: str, *names: str) -> li
     if not found.startswith(f"{major}."):
         raise MissingDependencyError(
             f"this needs agentscope{versions}, but {found} is "
-            f"installed: {install}, in an environment of its own"
+            f"installed: {install}, in a separate environment"
         )
     try:
         return [import_module(f"agentscope.{name}") for name in names]
@@ -55,7 +54,7 @@ def agentscope_modules(major: str, versions: str, extra: str, *names: str) -> li
 
 
 def require_agentscope1() -> None:
-    """Say what to install, where a program that imports AgentScope 1.x would only fail.
+    """Fail with instructions to install AgentScope 1.x if it cannot be imported.
 
     Raises:
         MissingDependencyError: AgentScope 1.x is not installed, or does not import.
@@ -65,7 +64,7 @@ def require_agentscope1() -> None:
 
 @cache
 def trinity_chat_model() -> type[Any]:
-    """The class `TrinityChatModel`, made when first asked for: importing AgentScope takes long.
+    """The class `TrinityChatModel`, made when first used: importing AgentScope takes long.
 
     Raises:
         MissingDependencyError: AgentScope 1.x is not installed, or does not import.
@@ -75,8 +74,8 @@ def trinity_chat_model() -> type[Any]:
     class TrinityChatModel(SessionHandle, ReadsStreams, model.OpenAIChatModel):  # type: ignore[misc, name-defined]
         """The model being trained, as an AgentScope 1.x chat model.
 
-        Settings of the run (temperature, limits) apply where a call does not say: none is
-        sent by default.
+        Settings of the run (temperature, limits) apply if a call does not set them; by default none
+        is sent.
 
         Attributes:
             client: An `openai.AsyncOpenAI` that reaches the gateway without a socket.
@@ -85,7 +84,7 @@ def trinity_chat_model() -> type[Any]:
         def __init__(self, session: Access, role: str | None = None) -> None:
             SessionHandle.__init__(self, session, role)
             client: Any = session.async_client(role)
-            # AgentScope makes a client of its own here; given ours, it opens no connections.
+            # AgentScope creates its own client here; given ours, it opens no connections.
             model.OpenAIChatModel.__init__(
                 self,
                 model_name=session.model_name,
@@ -99,7 +98,7 @@ def trinity_chat_model() -> type[Any]:
 
 
 class ReadsStreams:
-    """Before AgentScope 1.x's `OpenAIChatModel`: it can read the streams of today's openai."""
+    """Lets AgentScope 1.x's `OpenAIChatModel` read the streams of current openai versions."""
 
     def _parse_openai_stream_response(
         self, start_datetime: Any, response: Any, structured_model: Any = None
@@ -115,8 +114,8 @@ def _model() -> Any:
 
 
 class _Readable:
-    """A stream that AgentScope 1.x can read: it looks into `delta.audio`, which openai leaves None
-    in a text's chunks."""
+    """A stream that AgentScope 1.x can read: it reads `delta.audio`, which openai leaves out of
+    text chunks."""
 
     def __init__(self, response: Any) -> None:
         self._response = response
@@ -138,7 +137,7 @@ class _Readable:
 
 
 class RemoteChatModel:
-    """A model behind a URL, with the attributes of the chat model that is trained."""
+    """A model behind a URL, with the attributes of the trained chat model."""
 
     def __init__(self, *, base_url: str, api_key: str, model_name: str, http_client: Any) -> None:
         import openai
@@ -154,12 +153,8 @@ class RemoteChatModel:
 def agentscope1_remote_model(
     *, base_url: str, api_key: str, model_name: str, http_client: Any
 ) -> Any:
-    """The same as AgentScope 1.x's own chat model.
-
-    Raises:
-        MissingDependencyError: AgentScope 1.x is not installed, or does not import.
-    """
-    # Not streamed: AgentScope 1.x cannot read the streams of today's openai package.
+    """The same as AgentScope 1.x's own chat model."""
+    # Not streamed: AgentScope 1.x cannot read the streams of current openai versions.
     return _model().OpenAIChatModel(
         model_name=model_name,
         api_key=api_key,

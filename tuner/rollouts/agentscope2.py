@@ -1,9 +1,8 @@
-"""The chat model for AgentScope 2.x: its own `OpenAIChatModel` whose client is the gateway's.
+"""The chat model for AgentScope 2.x: its own `OpenAIChatModel`, with the gateway as its client.
 
-Its defaults are those that training needs (no streams, no retries, no sampling settings of its
-own). What the agent adds to them is looked at when it calls. What it does that spoils training
-without failing is a finding: a setting, and a sentence that says what it does and what to write
-instead.
+Its defaults are those that training needs (no streams, no retries, no sampling settings). The
+agent's settings are checked when it calls. A setting that spoils training without failing is
+reported as a finding: the setting, and a sentence with its effect and the alternative.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _MANY_ITERATIONS = 50  # AgentScope's default; a reply of only reasoning is aske
 
 
 def require_agentscope2() -> None:
-    """Say what to install, where a program that imports AgentScope 2.x would only fail.
+    """Fail with instructions to install AgentScope 2.x if it cannot be imported.
 
     Raises:
         MissingDependencyError: AgentScope 2.x is not installed, or does not import.
@@ -37,7 +36,7 @@ def require_agentscope2() -> None:
 
 @cache
 def trinity_chat_model() -> type[Any]:
-    """The class `TrinityChatModel`, made when first asked for: importing AgentScope takes long.
+    """The class `TrinityChatModel`, made when first used: importing AgentScope takes long.
 
     Raises:
         MissingDependencyError: AgentScope 2.x is not installed, or does not import.
@@ -47,20 +46,20 @@ def trinity_chat_model() -> type[Any]:
     class TrinityChatModel(SessionHandle, model.OpenAIChatModel):  # type: ignore[misc, name-defined]  # imported
         """The model being trained, as an AgentScope 2.x chat model.
 
-        Not streamed, and no call is made twice by itself. Settings of the run (temperature,
-        limits) apply where the user sets none in `parameters`.
+        Not streamed, and no call is repeated automatically. Settings of the run (temperature,
+        limits) apply if the user sets none in `parameters`.
 
         Attributes:
             client: An `openai.AsyncOpenAI` that reaches the gateway without a socket.
             model: AgentScope's name for `model_name`.
-            max_model_len: Tokens of prompt and answer together; `context_size` is the same, and
-                where AgentScope begins to compress the context.
+            max_model_len: Tokens of prompt and answer together; equal to `context_size`, at which
+                AgentScope begins to compress the context.
         """
 
         def __init__(self, session: Access, role: str | None = None) -> None:
             SessionHandle.__init__(self, session, role)
             client: Any = session.async_client(role)
-            # AgentScope makes a client of its own here; given ours, it opens no connections.
+            # AgentScope creates its own client here; given ours, it opens no connections.
             model.OpenAIChatModel.__init__(
                 self,
                 credential=credential.OpenAICredential(api_key=self.api_key),
@@ -72,17 +71,17 @@ def trinity_chat_model() -> type[Any]:
             )
             self.client = client
             self.max_model_len = session.max_model_len
-            self._agents: list[Any] = []  # held, because their replies are looked at in the end
+            self._agents: list[Any] = []  # kept, because their replies are checked at the end
 
         def role(self, name: str) -> Any:
-            """As `SessionHandle` has it, with the settings of this one."""
+            """See `SessionHandle.role`; keeps the settings of this model."""
             named: Any = super().role(name)
             own = ("_role", "api_key", "client", "client_kwargs", "credential")
             vars(named).update({k: v for k, v in vars(self).items() if k not in own})
             return named
 
         async def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            """One model call, as `ChatModelBase` has it; an agent's first is looked at."""
+            """One model call, as in `ChatModelBase`; an agent is checked at its first."""
             caller = _calling_agent(sys._getframe(1), agent.Agent)
             if caller is not None and all(caller is not known for known in self._agents):
                 self._agents.append(caller)
@@ -92,14 +91,14 @@ def trinity_chat_model() -> type[Any]:
         async def generate_structured_output(
             self, messages: Any, structured_model: Any, **kwargs: Any
         ) -> Any:
-            """As `ChatModelBase` has it; an agent's own summaries are looked at."""
+            """As in `ChatModelBase`; an agent's own summaries are checked."""
             caller = _calling_agent(sys._getframe(1), agent.Agent)
             if caller is not None:
                 self._warn(check_summary(caller, structured_model))
             return await super().generate_structured_output(messages, structured_model, **kwargs)
 
         def workflow_ended(self) -> None:
-            """Look at how the replies of this rollout ended, those of every role.
+            """Check how the replies of this rollout ended, for every role.
 
             Raises:
                 ParkedToolCallError: An agent still waits for permission to call a tool.
@@ -108,7 +107,7 @@ def trinity_chat_model() -> type[Any]:
                 self.session.warn_once(setting, sentence)
 
         def _warn(self, unsafe: dict[str, str]) -> None:
-            if self.session.keeps_calls:  # nothing is trained on what the others say
+            if self.session.keeps_calls:  # the others' replies are not trained
                 for setting, sentence in unsafe.items():
                     self.session.warn_once(setting, sentence)
 
@@ -118,11 +117,7 @@ def trinity_chat_model() -> type[Any]:
 def agentscope2_remote_model(
     *, base_url: str, api_key: str, model_name: str, http_client: Any
 ) -> Any:
-    """AgentScope 2.x's chat model for a URL, with the attributes of the one that is trained.
-
-    Raises:
-        MissingDependencyError: AgentScope 2.x is not installed, or does not import.
-    """
+    """AgentScope 2.x's chat model for a URL, with the attributes of the trained one."""
     model, credential, _ = _modules()
     remote = model.OpenAIChatModel(
         credential=credential.OpenAICredential(api_key=api_key, base_url=base_url),
@@ -141,10 +136,10 @@ def _modules() -> list[Any]:
 
 
 def _calling_agent(frame: FrameType | None, agent_class: type[Any]) -> Any:
-    """The agent inside whose code the model is called, or None.
+    """The agent whose code calls the model, or None.
 
-    AgentScope hands a model the messages and tools and nothing of the agent, and a workflow only
-    has to write `Agent(model=model)`: the callers are where the agent can be found.
+    AgentScope passes a model the messages and tools and nothing of the agent, and a workflow only
+    writes `Agent(model=model)`: the call stack is where the agent can be found.
     """
     while frame is not None:
         if frame.f_code.co_varnames[:1] == ("self",):
@@ -156,11 +151,11 @@ def _calling_agent(frame: FrameType | None, agent_class: type[Any]) -> Any:
 
 
 class ParkedToolCallError(TunerError, RuntimeError):
-    """A reply stopped at a tool call that waits for somebody's permission, and nobody answered."""
+    """A reply stopped at a tool call that waits for a permission that nobody gave."""
 
 
 async def check_agent(agent: Any) -> dict[str, str]:
-    """The unsafe settings of an `agentscope.agent.Agent`: sentences by setting, {} if there is
+    """The unsafe settings of an `agentscope.agent.Agent`: sentences by setting, {} if there are
     none."""
     found = {}
     if agent.injection_config.inject_runtime_state:
@@ -197,7 +192,7 @@ def check_summary(agent: Any, schema: Any) -> dict[str, str]:
     """The finding if `agent` asks for a summary of its context with the time of day in it.
 
     Args:
-        schema: What structured output is asked for.
+        schema: The requested structured output.
     """
     config = agent.context_config
     if schema is not config.summary_schema or "{current_time}" not in config.compression_prompt:
@@ -245,7 +240,7 @@ async def _tools_that_ask(agent: Any) -> list[str]:
     asking = []
     for schema in await agent.toolkit.get_tool_schemas(groups):
         tool = await agent.toolkit.check_tool_available(schema["function"]["name"], groups)
-        # Whether the tools that AgentScope brings ask depends on what they are called with.
+        # Whether AgentScope's own tools ask depends on their arguments.
         if isinstance(tool, function_tool):
             decision = await engine.check_permission(tool, {})
             if decision.behavior.value in ("ask", "passthrough"):
@@ -258,7 +253,7 @@ def _model_settings(model: Any) -> dict[str, str]:
     if model.stream:
         found["model.stream"] = (
             "is True: an agent that stops reading early cuts the model's answer short, and "
-            "nothing is gained while nobody looks on; leave it False"
+            "streaming has no benefit in training; leave it False"
         )
     if model.max_retries > 0:
         found["model.max_retries"] = _retries(model.max_retries)
@@ -268,8 +263,8 @@ def _model_settings(model: Any) -> dict[str, str]:
     limit = getattr(model, "max_model_len", model.context_size)
     if model.context_size > limit:
         found["model.context_size"] = (
-            f"is {model.context_size}, but the model takes {limit} tokens: AgentScope begins to "
-            "shorten the context when calls have long been refused; leave it as it is"
+            f"is {model.context_size}, but the model supports {limit} tokens: AgentScope would "
+            "compress the context only after calls are rejected; do not set it"
         )
     return found
 

@@ -1,37 +1,37 @@
-"""Where to branch: what earlier steps say about single positions, and the best use of a budget.
+"""Where to branch: what earlier steps say about each position, and the best use of a budget.
 
 A position is the index of a call in its rollout. With T trunks that all fork before call k into m
 ends each (the trunk's own included) the variance of the estimate of `tuner.training.forks` is
 about 1/T of the sum of
 
     E - E_k + E_k / m - a (G - G_k) (T - 2) / (T - 1)              the calls before the fork, and
-      + K_<k (S - S_k + S_k / m) / (T - 1)                         what their baseline adds
-    (B_k - G_k (m - 2) / (m - 1)) / m + K_>=k S_k / (m - 1) / m    those behind it, and theirs
-    (1 - a S_k / S) G_k                                            what ends of one trunk share
+      + K_<k (S - S_k + S_k / m) / (T - 1)                         the part from their baseline
+    (B_k - G_k (m - 2) / (m - 1)) / m + K_>=k S_k / (m - 1) / m    the calls after it, likewise
+    (1 - a S_k / S) G_k                                            shared by ends of one trunk
 
 and that of n flat rollouts with leave-one-out baselines 1/n of `B_0 - a G (n - 2) / (n - 1) +
 K S / (n - 1)`, where
 
-    S, S_k   variance of the return in all, and of what is still open before call k (0 at the end)
+    S, S_k   total variance of the return, and the part still open before call k (0 at the end)
     K_j      squared length of the score, the gradient of the log-prob, of call j; K: of all
     E, E_k   that of the calls before k times the squared distance of the return from its mean, and
-             of this what is decided behind k only
-    B_k      that of the calls behind k times the squared distance from the mean of what is decided
+             the part of this decided after k
+    B_k      that of the calls after k times the squared distance from the mean of what is decided
     G, G_k   squared length of the gradient itself: of all calls, and of those from k on in a state
 
-The trunks say what they cost, where their scores are (a token that was sampled with probability p
-has `(1 - p)^2`, as in a table of logits with two choices, so that a certain one carries nothing)
-and how far their returns are from each other. The forks say which share of that distance is open
-(`tuner.rollouts.allocation`): the variance between ends is, and the product of two ends' distances
-from the other trunks is not. It is taken to be the same share for S_k, E_k and B_k. As the variance
-is nearly linear in the shares, their means give its own, and the plan with the least is the best
-one by what is known, however little that is.
+The trunks give their cost, the location of their scores (a token that was sampled with probability
+p has `(1 - p)^2`, as in a table of logits with two choices, so a certain one carries nothing) and
+the distances between their returns. The forks give the open share of that distance (`Openness`):
+the variance between ends is open, and the product of two ends' distances from the other trunks is
+decided. The share is taken to be the same for S_k, E_k and B_k. As the variance is nearly linear in
+the shares, their means give its mean, and the plan with the smallest is the best one given what is
+known, however little that is.
 
-G is not seen in samples: `sum_{j >= k} min(K_j, 1) (S_j - S_j+1)` is what it would be if one token
-decided all that a call does. That what helps in one state helps in others, as far as nothing was
-decided before them and to a = 0.95 at most, is an assumption too; in a table of states it is wrong.
-`benchmarks/bandits.py` measures how good all this is. Ends pay where the beginning is expensive and
-the return is decided behind the point; elsewhere flat rollouts are best, and the advice says so.
+G is not observed in samples: `sum_{j >= k} min(K_j, 1) (S_j - S_j+1)` is its value if one token
+decided everything that a call does. That what helps in one state helps in others, as far as nothing
+was decided before them and up to a = 0.95, is also an assumption; in a table of states it is wrong.
+`benchmarks/bandits.py` measures how good all this is. Ends pay off if the beginning is expensive
+and the return is decided after the point; otherwise flat rollouts are best, and the advice says so.
 """
 
 from __future__ import annotations
@@ -45,48 +45,48 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# Which share of the return's variance is still open before each call, by what forks have shown.
+# The share of the return's variance that is still open before each call, estimated from forks.
 #
-# Before the first call all is open, s_0 = 1. Call j decides a share d_j of it, and what is left
-# before call k is s_k = d_k + d_k+1 + ... What is held of the d_j while nothing was seen is a
-# Dirichlet distribution: call j has the share a_j / a of the scores, so that one whose tokens were
-# nearly certain decides nearly nothing, and `a` says how far a call may differ from that. It is a
-# chain: of what is left before call j a part goes on that is Beta(a_j+1 + a_j+2 + ..., a_j),
-# whatever was before. So what is to be held of every s_k, given forks at each position, is computed
-# by one pass ahead and one back, exactly but for a grid.
+# Before the first call everything is open, s_0 = 1. Call j decides a share d_j of it, and the rest
+# before call k is s_k = d_k + d_k+1 + ... The prior of the d_j is a Dirichlet distribution: call j
+# has the share a_j / a of the scores, so a call whose tokens were nearly certain decides nearly
+# nothing, and `a` says how far a call may differ from that. It is a chain: the part of the rest
+# before call j that continues is Beta(a_j+1 + a_j+2 + ..., a_j), whatever was before. So the
+# posterior of every s_k, given forks at each position, is computed by one pass forward and one
+# back, exactly except for the grid.
 #
 # A fork before call k shows o, the variance of the return between its ends, and d, the product of
 # two ends' distances from the other trunks, whose means are s V and (1 - s) V. At the true s,
-# whatever V is, x = (1 - s) o - s d has the mean 0. With n forks
+# whatever V is, x = (1 - s) o - s d has mean 0. With n forks
 #
 #     log likelihood of s = - (sum x)^2 / (2 n v),   v = (V^2 + sum (x - mean x)^2) / (n + 1)
 #
-# as a Gaussian mean has it whose variance v is that of the sample, and of one more fork that was
-# off by V, without which two forks that happen to agree would be certain. A fork whose ends and
-# trunks were all alike has x = 0 for each s: it says nothing.
+# as for a Gaussian mean with the variance v of the sample and of one additional fork that was off
+# by V, without which two forks that happen to agree would be certain. A fork whose ends and trunks
+# were all equal has x = 0 for each s: it says nothing.
 
 
 ALIKE = 1.0
-"""a: how sure it is, without forks, that calls decide as much as their shares of the scores. At 0
-one call would decide all, at infinity each exactly its share; at 1, of two that are alike one does
-most of it, more often than not. Of 1, 1.5 and 2 this had the least to lose on the bandits of
+"""a: confidence of the prior that calls decide as much as their shares of the scores. At 0 one call
+would decide everything, at infinity each exactly its share; at 1, of two equal calls one usually
+does most of it. Of 1, 1.5 and 2 this had the least to lose on the bandits of
 `benchmarks/bandits.py` after 20 and 50 tasks."""
 _GRID = np.linspace(0.0, 1.0, 101)
-"""The shares that are told apart; forks of thousands of tasks are not surer than a hundredth."""
+"""The grid of shares; forks of thousands of tasks are not more precise than a hundredth."""
 _LEAST = 1e-3
-"""The least share of the scores: what is drawn behind a certain call, by a tool, decides too."""
+"""The minimum share of the scores: what a tool draws after a certain call also decides."""
 _FLOOR = -50.0
-"""The least log likelihood, so that nothing is impossible that the forks of one position say."""
+"""The minimum log likelihood, so that forks of one position make nothing impossible."""
 
 Vector = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What forks have shown, for each position.
+    """Results of forks, for each position.
 
     Attributes:
-        forks: How many there were.
+        forks: Number of forks.
         open, decided: Sums of o and d.
         open2, both, decided2: Sums of o^2, o d and d^2.
     """
@@ -99,7 +99,7 @@ class Shown:
     decided2: Vector
 
     def likelihoods(self, variance: float) -> Vector:
-        """Of each share of the grid, up to a factor, shape [positions, shares].
+        """Likelihood of each share of the grid, up to a factor, shape [positions, shares].
 
         Args:
             variance: V.
@@ -119,12 +119,13 @@ class Shown:
 
 @dataclass(frozen=True)
 class Openness:
-    """What is held of the shares that are open.
+    """Estimates of the open shares.
 
     Attributes:
-        shares: s_k of each position, as far as can be expected; 1 at position 0.
-        unknown: How far they are uncertain, from 1, before anything is seen, to 0: the sum of their
-            variances by what that was at first.
+        shares: Expected s_k of each position; 1 at position 0.
+        unknown: Their uncertainty, from 1, before anything is seen, to 0: the sum of their
+            variances
+            divided by its initial value.
     """
 
     shares: Vector
@@ -132,11 +133,11 @@ class Openness:
 
 
 def openness(scores: Vector, variance: float, shown: Shown) -> Openness:
-    """What is held of the shares, given what forks have shown.
+    """Estimate the open shares from forks.
 
     Args:
         scores: K_j of each position.
-        variance: Of the return.
+        variance: Variance of the return.
     """
     mean = np.maximum(scores / (scores.sum() or 1.0), _LEAST)
     behind = np.flip(np.flip(mean).cumsum())[1:] / mean.sum()
@@ -156,10 +157,10 @@ def openness(scores: Vector, variance: float, shown: Shown) -> Openness:
 
 
 def _step(one: float, rest: float) -> Vector:
-    """How likely it is that from each share of the grid so much is left behind a call.
+    """Probability, from each share of the grid, of each remaining share after a call.
 
-    The mass of Beta(rest, one) in each cell of the grid: of its two factors the one that may be
-    infinite at an end is integrated there, and the other one is that of the cell's middle.
+    The mass of Beta(rest, one) in each cell of the grid: the factor that may be infinite at an end
+    is integrated, and the other one is taken at the cell's middle.
     """
     count = np.arange(len(_GRID), dtype=np.float64)
     at = np.maximum(count, 1.0)[:, None]
@@ -174,20 +175,19 @@ def _step(one: float, rest: float) -> Vector:
 
 
 def _sum_to_one(values: Vector) -> Vector:
-    """The same in proportion."""
     found: Vector = values / values.sum()
     return found
 
 
 POSITIONS = 64
-"""Calls beyond are not told apart: they count for the last position, and nothing forks there."""
+"""Later calls count for the last position, and nothing forks there."""
 ENDS = 32
-"""The most ends of a trunk that are tried."""
+"""The maximum number of ends of a trunk that is considered."""
 _ALIKE = 0.95
 """a: how far states agree in what helps, where nothing is decided yet."""
 _POSSIBLE = 2.0
-"""How many forks a position must have had for more to be advised there: where calls run side by
-side, or the agent diverges, none may ever begin."""
+"""Number of forks that a position needs for more to be advised there: if calls run side by side, or
+the agent diverges, none may ever begin."""
 
 _OF_FORKS = ("forks", "open", "decided", "open2", "both", "decided2")
 
@@ -199,11 +199,11 @@ def score(logprobs: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Seen:
-    """A rollout as far as it matters for where to branch.
+    """The parts of a rollout that matter for where to branch.
 
     Attributes:
-        reward: Its own, also where others begin inside it.
-        tokens: Sampled tokens of each call; of calls that were given back those that they have.
+        reward: Its own, also if others branch from it.
+        tokens: Number of sampled tokens of each call, including replayed calls.
         scores: `score` of each call, likewise.
     """
 
@@ -214,11 +214,11 @@ class Seen:
 
 @dataclass(frozen=True)
 class Fork:
-    """Where branches begin, at the start of a call.
+    """Branches that begin at the start of a call.
 
     Attributes:
         call: Its index.
-        ends: The rollouts that go on from there, the one that is branched from included.
+        ends: The rollouts that continue from there, including the one that is branched from.
         trunk: The index of their tree's trunk among the task's; None if that is not used.
     """
 
@@ -232,19 +232,19 @@ class Advice:
     """How to use a budget, and why.
 
     Attributes:
-        trunks: How many rollouts of a task start at the beginning.
-        call: Before which call each of them is branched from, if it gets there; None: not at all.
-        ends: How many rollouts go on from there, the trunk included; 1 without branches.
-        gain: How many times smaller variance times sampled tokens is than without branches, as far
-            as it can be told.
+        trunks: Number of rollouts of a task that start at the beginning.
+        call: Each of them is branched before this call, if it gets there; None: not at all.
+        ends: Number of rollouts that continue from there, including the trunk; 1 without branches.
+        gain: Factor by which variance times sampled tokens is smaller than without branches, as far
+            as known.
         tokens: Expected sampled tokens of a task.
-        open: Share of the return's variance that is decided behind the point; 1 without one.
-        reached: How often a rollout gets to the point.
+        open: Share of the return's variance that is decided after the point; 1 without one.
+        reached: Share of rollouts that get to the point.
         cost: Expected sampled tokens of each call.
         decided: Share of the return's variance that each call decides.
-        rollouts: How many trunks this was learned from.
-        forks: And how many forks.
-        unknown: How uncertain it is what is decided where, from 1, at first, to 0.
+        rollouts: Number of trunks this was learned from.
+        forks: Number of forks this was learned from.
+        unknown: Uncertainty of where the return is decided, from 1 at first to 0.
     """
 
     trunks: int
@@ -274,14 +274,14 @@ class Advice:
         return (
             f"{self.trunks} rollouts from the beginning, {self.ends} ends from before call "
             f"{self.call} of each, {self.tokens:.0f} tokens a task: {self.gain:.1f} times as much "
-            f"from a token as without branches. Getting there takes {before:.0f} tokens and going "
-            f"on {behind:.0f}, {self.open:.0%} of the return's variance is decided behind it, and "
+            f"from a token as without branches. Getting there takes {before:.0f} tokens and the "
+            f"rest {behind:.0f}, {self.open:.0%} of the return's variance is decided after it, and "
             f"{self.reached:.0%} of the rollouts get there ({known})"
         )
 
 
 class Positions:
-    """What earlier steps say about each position; as large after a million rollouts as after one.
+    """Statistics of each position from earlier steps, in constant memory.
 
     Attributes:
         sums: By name a number for each position. Over trunks that `reached` it: their number,
@@ -289,7 +289,7 @@ class Positions:
             return from the mean of the others (`squares`), times the score (`spread`), times those
             of the calls before (`early`). Over `forks`: their number, the variance of the ends'
             returns (`open`), the product of two ends' distances from the mean of the other trunks,
-            less what is to be expected of that mean's own (`decided`), and of these two the squares
+            minus the expected part from that mean's own (`decided`), and of these two the squares
             (`open2`, `decided2`) and the product (`both`).
         totals: `trunks`, 1 / other trunks (`fewer`), `variance` of the trunks' returns times its
             `degrees` of freedom, and these.
@@ -301,7 +301,7 @@ class Positions:
         self.totals = dict.fromkeys(("trunks", "fewer", "variance", "degrees"), 0.0)
 
     def add(self, trunks: Sequence[Seen], forks: Sequence[Fork] = ()) -> None:
-        """Take note of a task's rollouts; what has nothing to be compared with says nothing."""
+        """Add a task's rollouts; those without others to compare with say nothing."""
         if len(trunks) < 2:
             return
         variance, squares = _distances(trunks)
@@ -350,19 +350,19 @@ class Positions:
             self.sums[name][fork.call] += one
 
     def fade(self, keep: float) -> None:
-        """Let what is known count less, since the policy has changed: once a step."""
+        """Discount what is known, since the policy has changed: once a step."""
         for one in self.sums.values():
             one *= keep
         self.totals = {name: value * keep for name, value in self.totals.items()}
 
     def state(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """The state, for JSON."""
         sums = {name: one.tolist() for name, one in self.sums.items()}
         return {"sums": sums, "totals": dict(self.totals)}
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> Positions:
-        """As it was when `state` was called."""
+        """Restore a result of `state`."""
         found = cls()
         new = found.sums
         found.sums = {name: np.array(state["sums"][name], dtype=float) for name in new}
@@ -373,16 +373,16 @@ class Positions:
 
     @property
     def reach(self) -> tuple[float, ...]:
-        """How often a trunk gets to each position, as far as any did."""
+        """Share of trunks that get to each position, as far as any did."""
         reached = self.sums["reached"]
         return tuple((reached[reached > 0] / max(self.totals["trunks"], 1e-12)).tolist())
 
     def best(self, *, tokens: float | None = None, rollouts: int | None = None) -> Advice:
-        """The use of a task's budget with the least expected variance times sampled tokens.
+        """The use of a task's budget with the smallest expected variance times sampled tokens.
 
         Args:
-            tokens: How many sampled tokens it may expect to take; or
-            rollouts: how many rollouts, branches included.
+            tokens: Budget of expected sampled tokens; or
+            rollouts: budget of rollouts, branches included.
 
         Raises:
             ValueError: Nothing is known yet, or the budget has no room for two rollouts.
@@ -394,7 +394,7 @@ class Positions:
         if not plans:
             budget = f"{tokens} tokens" if tokens else f"{rollouts} rollouts"
             cost = known.cost.sum()
-            raise ValueError(f"{budget} are too few: two rollouts of {cost:.0f} tokens are needed")
+            raise ValueError(f"{budget} are too few: two rollouts need {cost:.0f} tokens")
         chosen = min(plans, key=lambda plan: plan.loss)
         at, shares = chosen.call or 0, _ratio(known.open_, known.open_[:1])
         return Advice(
@@ -415,7 +415,7 @@ class Positions:
 
 @dataclass(frozen=True)
 class _Plan:
-    """A use of a budget: what it takes, and its variance times that."""
+    """A use of a budget: its cost, and its variance times that."""
 
     trunks: int
     call: int | None
@@ -429,13 +429,13 @@ class _Figures:
     """The quantities of the module's formula, for each position that rollouts get to.
 
     Attributes:
-        cost, reach: Expected sampled tokens of a call, and how often there is one.
+        cost, reach: Expected sampled tokens of a call, and the share of rollouts that make it.
         score: K_j.
         open_: S_k; S for position 0.
         early, early_open, late: E, E_k and B_k.
         slope: G_k.
         forkable: Where forks were seen to begin.
-        unknown: How uncertain the open shares are, from 1 to 0.
+        unknown: Uncertainty of the open shares, from 1 to 0.
     """
 
     cost: Vector
@@ -451,7 +451,7 @@ class _Figures:
 
     @classmethod
     def of(cls, seen: Positions) -> _Figures:
-        """What the sums come to, less what the means that they compare with add to them."""
+        """From the sums, minus the contribution of the means that they compare with."""
         size = int((seen.sums["reached"] > 0).sum())
         sums = {name: one[:size] for name, one in seen.sums.items()}
         trunks, degrees = seen.totals["trunks"], seen.totals["degrees"]
@@ -480,7 +480,7 @@ class _Figures:
         )
 
     def plans(self, tokens: float | None, rollouts: int | None) -> Iterator[_Plan]:
-        """Those that a budget has room for, flat rollouts first."""
+        """The plans within a budget, flat rollouts first."""
         for call, ends in [(0, 1), *((k, m) for k in self.forkable for m in range(2, ENDS + 1))]:
             each = float(self.cost[:call].sum() + ends * self.cost[call:].sum())
             trunks = int(tokens / each) if tokens else (rollouts or 0) // ends
@@ -513,7 +513,7 @@ def _by_position(values: Sequence[float] | Vector) -> Vector:
 
 
 def _distances(seen: Sequence[Seen]) -> tuple[float, Vector]:
-    """The variance of returns, and of each its squared distance from the mean of the others."""
+    """The variance of returns, and for each its squared distance from the mean of the others."""
     returns = np.array([one.reward for one in seen])
     away = (returns - returns.mean()) * len(returns) / (len(returns) - 1)
     return float(returns.var(ddof=1)), away**2
@@ -525,5 +525,5 @@ def _behind(values: Vector) -> Vector:
 
 
 def _ratio(above: Vector, below: Vector) -> Vector:
-    """One by the other, 0 where there is nothing to divide by."""
+    """`above / below`, 0 where `below` is 0."""
     return above / np.where(below > 0, below, np.inf)

@@ -1,12 +1,12 @@
-"""Rollouts of a task that begin inside others of it: first the trunks, then round after round.
+"""Rollouts of a task that branch from others of it: first the trunks, then round after round.
 
     round 0   trunk 0 ──────x──────────        a group of 8, 2 trunks, 4 ends:
               trunk 1 ───────────x─────        3 branches begin at each x
     round 1              0' ├─────── (3)
                               1' ├──── (3)
 
-A point must be chosen by what was known before it (`tuner.training.forks` says why), so where
-a trunk has no such call, nothing begins, and the group has fewer rollouts.
+A point must be chosen from what was known before it (`tuner.training.forks` says why), so if a
+trunk has no such call, nothing begins, and the group has fewer rollouts.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from tuner.traces.reading import Count, JsonReader, Number, Text
 from tuner.traces.store import closed
 from tuner.training.forks import Point, resolved, trunk_of
 
-# Where rollouts begin inside others, by what is known before: each rule draws, and then looks.
+# Where branches begin, given what is known before: each rule draws, and then looks.
 #
-# What a rule may look at is the prefix up to a point, the other rollouts of the group, and earlier
-# steps (`tuner.rollouts.allocation`). So a position is drawn first, and where a rollout does not
-# get that far nothing begins.
+# A rule may look at the prefix up to a point, the other rollouts of the group, and earlier steps
+# (`tuner.rollouts.allocation`). So a position is drawn first, and if a rollout does not get that
+# far nothing begins.
 #
 #     spread      any call that rollouts of earlier steps, or the others, get to
 #     uncertain   the same, in proportion to how unlikely the others' answers were there
 #     best        the call, and the numbers of trunks and ends, that earlier steps advise
-#     function    asked before each call, with the calls until then: how likely it is to begin one
+#     function    asked before each call, with the calls so far, for the probability of a branch
 
 
 Hazard = Callable[[Sequence[Call]], float]
 FADES = 0.98
-"""What is left of what a step has shown after the next one: the policy changes."""
+"""Factor by which the evidence of a step shrinks with each next one: the policy changes."""
 EXPLORED = 16
-"""Where `best` decides and knows all, one of so many groups explores: the policy changes."""
+"""If `best` decides and is certain, one group in this many still explores: the policy changes."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,10 @@ class Shares:
     """How the rollouts of a group are divided.
 
     Attributes:
-        trunks: Start at the beginning.
-        ends: Go on from each point, the one that is branched from included; 1: nothing begins.
-        call: Before which call all begin, where that was advised.
+        trunks: Number that start at the beginning.
+        ends: Number that continue from each point, including the rollout that is branched from; 1:
+            nothing begins.
+        call: The advised call before which all branches begin, if any.
     """
 
     trunks: int
@@ -71,10 +72,10 @@ class Shares:
 
 
 def exploring(repeat: int) -> Shares:
-    """How a group of so many rollouts is divided that is to show what is decided where.
+    """How a group of `repeat` rollouts is divided to find out what is decided where.
 
-    What ends differ in is open at their point, and what trunks differ in more than that is decided
-    before it: about as many of either tell most of both, and branches begin anywhere.
+    Differences between ends are open at their point, and additional differences between trunks are
+    decided before it: about equal numbers of both say most about both, and branches begin anywhere.
     """
     ends = max(2, isqrt(repeat))
     return Shares(max(2, repeat // ends), ends)
@@ -101,15 +102,15 @@ class Grown:
 
 @dataclass(eq=False)
 class Where:
-    """Chooses points, by nothing that came after them, and learns from steps where they pay.
+    """Chooses points from what came before them, and learns from steps where they pay off.
 
     Args:
         section: `tuner.branching`.
-        repeat: Rollouts in a group, at most.
-        hazard: The user's rule, where `where` names one.
+        repeat: Maximum number of rollouts in a group.
+        hazard: The user's rule, if `where` names one.
 
     Attributes:
-        seen: What earlier steps have shown.
+        seen: Statistics of earlier steps.
     """
 
     section: BranchingSection
@@ -120,8 +121,8 @@ class Where:
     def shares(self, dice: Random) -> Shares:
         """How a group is divided.
 
-        `best` explores as likely as it is uncertain what is decided where. So it explores at first,
-        and for longer where successes are rare and most forks show nothing.
+        `best` explores with a probability equal to its uncertainty. So it explores at first, and
+        for longer if successes are rare and most forks show nothing.
         """
         section = self.section
         if section.where != "best":
@@ -132,7 +133,7 @@ class Where:
         return Shares(advice.trunks, advice.ends, advice.call)
 
     def advice(self) -> Advice | None:
-        """What earlier steps advise; None while rollouts of no task ended differently."""
+        """Advice from earlier steps; None while the rollouts of every task ended alike."""
         if not self.seen.totals["variance"]:
             return None
         return self.seen.best(rollouts=self.repeat)
@@ -140,11 +141,11 @@ class Where:
     def points(
         self, group: Grown, count: int, dice: Random, shares: Shares
     ) -> list[Point[RolloutId] | None]:
-        """`count` points in rollouts of a group, which may not be there; None: nothing begins.
+        """`count` points in rollouts of a group, which may not exist there; None: nothing begins.
 
         Args:
             group: Its rollouts so far.
-            dice: Where what is drawn comes from.
+            dice: Source of random numbers.
         """
         if shares.call is not None:
             return [Point(id_, shares.call) for id_ in group.planned[:count]]
@@ -165,33 +166,33 @@ class Where:
         weights = [1.0] * len(positions)
         if self.section.where == "uncertain":
             weights = [_surprise(others, call) for call in positions]
-        elif self.section.where == "best":  # it explores: about as many tokens behind each
+        elif self.section.where == "best":  # it explores: about as many tokens after each
             weights = [1 / cost if (cost := _behind(others, call)) else 0.0 for call in positions]
         (call,) = dice.choices(positions, weights if any(weights) else None)
         return Point(id_, call, self._token(others, call, dice))
 
     def _token(self, others: Sequence[Trace], call: int, dice: Random) -> int:
-        """A place in a call, as far as those of the others go; 0: before it."""
+        """A token's index in a call, within the lengths of the others' calls; 0: before it."""
         if not self.section.inside:
             return 0
         lengths = [len(other.calls[call].completion_ids) for other in others if _has(other, call)]
         return int(dice.random() * max(lengths, default=1))
 
     def _by_hazard(self, hazard: Hazard, trace: Trace, dice: Random) -> Point[RolloutId] | None:
-        """The first call before which the user's rule says so."""
+        """The first call before which the user's rule chooses to branch."""
         for call in range(1, len(trace.calls)):
             chance = hazard(trace.calls[:call])
             if not isinstance(chance, (int, float)) or not 0 <= chance <= 1:
                 raise FunctionError(
                     f"tuner.branching.where: {self.section.where} returned {chance!r}; return the "
-                    "probability, 0 to 1, that rollouts begin before the next call"
+                    "probability, 0 to 1, that branches begin before the next call"
                 )
             if dice.random() < chance:
                 return Point(trace.id, call)
         return None
 
     def learn(self, traces: Sequence[Trace]) -> None:
-        """Take note of all rollouts of a step."""
+        """Add all rollouts of a step."""
         groups: dict[tuple[int, int], list[Trace]] = defaultdict(list)
         for trace in traces:
             if trace.final and trace.outcome is Outcome.COMPLETED and trace.reward is not None:
@@ -201,16 +202,16 @@ class Where:
             self.seen.add(*_group(members))
 
     def state(self) -> dict[str, Any]:
-        """What was learned, for JSON."""
+        """The learned state, for JSON."""
         return {"seen": self.seen.state()}
 
     def restored(self, state: dict[str, Any]) -> Where:
-        """The same rule with what was learned until `state` was called."""
+        """The same rule with a result of `state`."""
         return replace(self, seen=Positions.restored(state["seen"]))
 
 
 def origins_of(traces: Iterable[Trace]) -> dict[RolloutId, Point[RolloutId]]:
-    """Where rollouts begin that begin inside others."""
+    """The points where branches begin."""
     return {
         trace.id: Point(trace.origin.rollout, *trace.origin.position)
         for trace in traces
@@ -229,13 +230,13 @@ def _surprise(traces: Sequence[Trace], call: int) -> float:
 
 
 def _behind(traces: Sequence[Trace], call: int) -> float:
-    """Tokens from a call on: the mean over rollouts that get there, 0 where none does."""
+    """Tokens from a call on: the mean over rollouts that get there, 0 if none does."""
     found = [trace.calls[call:] for trace in traces if _has(trace, call)]
     return fmean(sum(len(one.completion_ids) for one in calls) for calls in found) if found else 0.0
 
 
 def _group(members: Sequence[Trace]) -> tuple[list[Seen], list[Fork]]:
-    """The trunks of a group, and what goes on from the start of a call that others begin at."""
+    """The trunks of a group, and the branches that begin at the start of a call."""
     seen = {trace.id: _seen(trace) for trace in members}
     trunks = [trace.id for trace in members if trace.origin is None]
     begun: dict[tuple[RolloutId, int], list[Seen]] = defaultdict(list)
@@ -272,14 +273,13 @@ _NOTES = JsonReader[dict[str, Any]](
 
 @dataclass(eq=False)
 class Branching:
-    """Runs groups of which a part begins inside the others.
+    """Runs groups in which some rollouts branch from others.
 
     Args:
         where: Chooses points.
-        seed: Of the run.
-        can_go_on: Whether the engine goes on inside completions of such settings.
-        notes: The file of what each step has shown, by which a run that was killed goes on; None:
-            nowhere.
+        seed: The run's seed.
+        can_go_on: Whether the engine can continue partial completions with such settings.
+        notes: File of the results of each step, from which a killed run resumes; None: no file.
     """
 
     where: Where
@@ -291,8 +291,8 @@ class Branching:
         """Every attempt of the rollouts of a group.
 
         Args:
-            ids: All that there may be, in order.
-            run: Runs some of them; those that are known it gives back.
+            ids: All rollouts that there may be, in order.
+            run: Runs some of them; returns known ones.
         """
         shares = self.where.shares(self._dice(ids[0], "shares"))
         found = await run(ids[: shares.trunks], {})
@@ -311,7 +311,7 @@ class Branching:
     def chosen(
         self, ids: Sequence[RolloutId], group: Grown, shares: Shares, dice: Random
     ) -> dict[RolloutId, Again]:
-        """Where rollouts begin; those that begin nowhere are not there.
+        """Where rollouts begin; without those that begin nowhere.
 
         Args:
             ids: Rollouts that have not begun.
@@ -326,7 +326,7 @@ class Branching:
         return again
 
     def learn(self, step: int, traces: Sequence[Trace]) -> None:
-        """Take note of the rollouts that a step takes."""
+        """Add the rollouts that a step takes."""
         self.where.learn(traces)
         if self.notes is not None:
             with self.notes.open("ab") as file:
@@ -334,7 +334,7 @@ class Branching:
                 file.write(json.dumps(row).encode() + b"\n")
 
     def restore(self, step: int) -> None:
-        """Go on with what was known when `step` had been trained; later steps are taken again.
+        """Restore the state after `step`; later steps are taken again.
 
         Raises:
             TunerError: The file is damaged.
@@ -357,7 +357,7 @@ class Branching:
         point: Point[RolloutId],
         ended: Mapping[RolloutId, Trace],
     ) -> Again | None:
-        """The point in the rollout that sampled what lies before it; None: it is not there."""
+        """The point in the rollout that sampled the tokens before it; None if it does not exist."""
         origins = origins_of(ended.values())
         new = object()
         at: Point[Any] = resolved({**origins, new: point})[new]
@@ -377,10 +377,10 @@ class Branching:
 
 
 def branching_of(config: RunConfig, runner: RolloutRunner, notes: Path) -> Branching | None:
-    """How a configuration divides groups; None where every rollout starts at the beginning.
+    """How a configuration divides groups; None if every rollout starts at the beginning.
 
     Raises:
-        ConfigError: The judge takes groups, or `tuner.branching.where` names no function.
+        ConfigError: The judge takes groups, or `tuner.branching.where` does not name a function.
     """
     section = config.tuner.branching
     if section is None:
@@ -388,7 +388,7 @@ def branching_of(config: RunConfig, runner: RolloutRunner, notes: Path) -> Branc
     if runner.judges_groups:
         raise ConfigError(
             "tuner.branching is set, but the judge takes the rollouts of a group together, which "
-            "then begin one after the other: give a judge of single rollouts"
+            "would then begin one after the other: use a judge of single rollouts"
         )
     hazard = None
     if section.where not in WHERE:
@@ -402,10 +402,10 @@ def branching_of(config: RunConfig, runner: RolloutRunner, notes: Path) -> Branc
 
 
 def stands_still(trace: Trace, calls: int, token: int) -> bool:
-    """Whether nothing is in flight at a point but the call that it lies in, and all that was before
-    can be given back.
+    """Whether nothing is in flight at a point except the call that it lies in, and everything
+    before can be replayed.
 
-    Of calls side by side, what is committed first hangs on what the others sample.
+    If calls run side by side, the order of their commitment depends on what the others sample.
     """
     before, at, after = trace.calls[:calls], trace.calls[calls], trace.calls[calls + 1 :]
     given = [*before, at] if token else before
@@ -417,7 +417,7 @@ def stands_still(trace: Trace, calls: int, token: int) -> bool:
 
 
 def _parts(ids: Sequence[RolloutId], count: int) -> Iterator[Sequence[RolloutId]]:
-    """`ids` in at most `count` parts of about one size."""
+    """`ids` in at most `count` parts of about equal size."""
     for number in range(count):
         start, stop = (len(ids) * edge // count for edge in (number, number + 1))
         if start < stop:

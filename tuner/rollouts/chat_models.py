@@ -1,4 +1,4 @@
-"""Chat models for agent frameworks whose client is the gateway's."""
+"""Chat models for agent frameworks, with the gateway as their client."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ _REMOTE: dict[ChatModelKind, Callable[..., Any]] = {
 
 
 def chat_model(session: Access, *, kind: ChatModelKind) -> Any:
-    """The model that a workflow gets, for the framework it is written with.
+    """The model that a workflow gets, for its framework.
 
     Raises:
-        MissingDependencyError: The framework is not installed in a version that works.
+        MissingDependencyError: The framework is not installed in a supported version.
     """
     return _CLASSES[kind]()(session)
 
@@ -68,7 +68,7 @@ def load_kind(kind: ChatModelKind) -> None:
     """Import the framework of a kind, which may take seconds.
 
     Raises:
-        MissingDependencyError: It is not installed in a version that works.
+        MissingDependencyError: It is not installed in a supported version.
     """
     with without_collection():
         _CLASSES[kind]()
@@ -84,13 +84,13 @@ def remote_chat_model(
 ) -> Any:
     """A model behind an OpenAI-compatible URL, in the form of the framework.
 
-    Whoever uses it holds back when the API asks for it (`tuner.rollouts.patience`).
+    It obeys the API's rate limits (`tuner.rollouts.patience`).
 
     Args:
-        max_concurrent: Requests in flight at most; None: any number.
+        max_concurrent: Maximum number of requests in flight; None: any number.
 
     Raises:
-        MissingDependencyError: The framework is not installed in a version that works.
+        MissingDependencyError: The framework is not installed in a supported version.
     """
     from tuner.rollouts.patience import PatientClient
 
@@ -103,13 +103,13 @@ def remote_chat_model(
 
 
 def remote_client(remote: RemoteModel, setting: str) -> AsyncOpenAI:
-    """An OpenAI client of a model behind a URL, which holds back when the API asks for it.
+    """An OpenAI client of a model behind a URL, which obeys the API's rate limits.
 
     Args:
-        setting: Where the model is set, as messages name it.
+        setting: Where the model is set, for messages.
 
     Raises:
-        ConfigError: The environment variable that should hold its key is not set.
+        ConfigError: The environment variable for its key is not set.
     """
     import openai
 
@@ -123,8 +123,7 @@ def remote_client(remote: RemoteModel, setting: str) -> AsyncOpenAI:
 
 
 def default_kind() -> ChatModelKind:
-    """The framework that workflows are written with here: AgentScope in the version that is
-    installed, where it works, else none."""
+    """The framework for workflows: AgentScope in the installed version, if it works, else none."""
     found = agentscope_version()
     if found is None:
         return "plain"
@@ -138,5 +137,5 @@ def default_kind() -> ChatModelKind:
 
 
 def trinity_chat_model_class() -> type[Any]:
-    """What `TrinityChatModel` means here: the class of the `default_kind`."""
+    """The meaning of `TrinityChatModel` here: the class of the `default_kind`."""
     return _CLASSES[default_kind()]()

@@ -76,11 +76,7 @@ def in_time(left: Iterable[int], *, batch: int, version: int, staleness: int) ->
 
 
 class Ahead(Generic[T]):
-    """Pieces of work by number, until they are taken.
-
-    Args:
-        on_end: Called with the number of each piece that ends.
-    """
+    """Pieces of work by number, until they are taken; `on_end` is called with each that ends."""
 
     def __init__(self, on_end: Callable[[int], None] = lambda number: None) -> None:
         self._on_end = on_end
@@ -126,11 +122,7 @@ class Ahead(Generic[T]):
         self._on_end(number)
 
     async def until(self, ready: Callable[[], bool]) -> None:
-        """Wait until `ready()`, which is asked whenever a piece ends.
-
-        Raises:
-            BaseException: What a piece failed with.
-        """
+        """Wait until `ready()`, which is asked whenever a piece ends."""
         while True:
             if self._errors:
                 raise self._errors.pop(0)
@@ -269,9 +261,6 @@ class Schedule(Generic[T]):
 
         Args:
             numbers: The groups that it took when it was begun before; None: as they come.
-
-        Raises:
-            BaseException: What a group failed with.
         """
         self.fill()
         if numbers is not None:
@@ -320,20 +309,13 @@ class BatchLog:
         {"step": 3, "groups": [4, 5, 7]}
 
     Groups are numbered from 0 in the order of the tasks.
-
-    Args:
-        path: The file.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def read(self) -> dict[int, list[int]]:
-        """The groups of each step; a torn last line is left out.
-
-        Raises:
-            TunerError: Another line is not of this form.
-        """
+        """The groups of each step; a torn last line is left out."""
         return {row["step"]: row["groups"] for _, _, row in _BATCHES.lines(self._path)}
 
     def cut(self, step: int) -> None:
@@ -353,13 +335,7 @@ class BatchLog:
 
 
 def taken_until(taken: Mapping[int, Sequence[int]], step: int, *, batch: int) -> set[int]:
-    """The groups that the steps up to `step` took.
-
-    Args:
-        taken: Those of the steps of which it was noted; others took theirs in order.
-        step: The last of them.
-        batch: Groups in a step.
-    """
+    """The groups that the steps up to `step` took: those in `taken`, and others in order."""
     found: set[int] = set()
     for one in range(1, step + 1):
         found.update(taken.get(one, range((one - 1) * batch, one * batch)))
@@ -400,11 +376,7 @@ class StepPlan:
 class Rollouts:
     """Runs rollouts, at most `max_running` at a time, first come first served.
 
-    Args:
-        runner: Runs one.
-        store: Where traces go; None: nowhere.
-        max_running: Rollouts at the same time, whoever asked for them.
-        on_end: Sees every attempt that was run, once it is stored.
+    Traces go to `store`, if any; `on_end` sees every attempt that was run, once it is stored.
     """
 
     runner: RolloutRunner
@@ -435,19 +407,15 @@ class Rollouts:
 
         Args:
             wanted: The task of each rollout.
-            defaults: What calls that do not say are sampled with.
+            defaults: Sampling of calls that do not say.
             known: Traces of these rollouts that the store already holds.
-            endings: Who may end them from outside.
-            again: Where those begin that begin inside others.
+            endings: Ends them from outside.
+            again: The beginnings of those that begin inside others.
             abort_on_failure: Whether a rollout that fails by itself ends the run.
             on_trace: Sees every attempt of every rollout, known ones first.
 
         Returns:
             Every attempt of every rollout, sorted by rollout and attempt.
-
-        Raises:
-            FunctionError: The workflow or judge returned something of the wrong type.
-            TrainingError: `abort_on_failure` is set and a rollout did not complete.
         """
         panels = panels_of(self.runner, wanted)
         done = {trace.id for trace in known if trace.final}
@@ -516,10 +484,7 @@ async def collect(
     abort_on_failure: bool = False,
     on_trace: Callable[[Trace], None] = lambda trace: None,
 ) -> list[Trace]:
-    """The rollouts of one step. Those that the store already holds are not run again.
-
-    Returns and raises as `Rollouts.run`.
-    """
+    """The rollouts of one step, as `Rollouts.run` returns them; stored ones are not run again."""
     return await Rollouts(runner, store, max_running=max_running).run(
         plan.wanted,
         plan.defaults,
@@ -535,12 +500,7 @@ ENDED_EARLY = "ended before it was complete: its step had enough tasks (explorer
 
 @dataclass(frozen=True)
 class Collected:
-    """What one step trains on.
-
-    Attributes:
-        traces: Every attempt of its rollouts, in the order of the tasks.
-        unfinished: Groups of which rollouts were ended early, as (step, task).
-    """
+    """Every attempt that a step trains on, by task, and groups ended early as (step, task)."""
 
     traces: list[Trace]
     unfinished: frozenset[tuple[int, int]]
@@ -553,20 +513,18 @@ class TrainingGroups:
     took its turn; its traces have that step in their ids and are stored under it.
 
     Args:
-        config: The effective configuration.
-        batches: What steps took before.
-        tasks: Rows of the dataset.
-        start: The step that the run goes on after.
+        batches: Groups that earlier steps took.
+        start: The step that the run resumes after.
         total_steps: Length of the run.
         rollouts: Runs them; its store has what was recorded before.
         branching: Divides groups, where some of their rollouts begin inside others.
-        whole: Groups that are complete as they were recorded, whatever `branching` would do now.
-        curriculum: Draws tasks by what they have shown; else they come in one order.
+        whole: Groups that are complete as recorded, whatever `branching` would do now.
+        curriculum: Draws tasks by their results; None: they come in one order.
         on_rollout: Called with each rollout that ended.
 
     Attributes:
         ahead: Updates by which collection may be ahead of training.
-        schedule: Which groups run, and which are complete.
+        schedule: Running and complete groups.
     """
 
     def __init__(
@@ -639,12 +597,7 @@ class TrainingGroups:
         self.schedule.restore(trained=trained, complete=complete, begun=begun)
 
     async def take(self, step: int) -> Collected:
-        """What step `step` trains on, as soon as it is there.
-
-        Raises:
-            FunctionError: The workflow or judge returned something of the wrong type.
-            TrainingError: A rollout failed, and `tuner.on_failure` is `abort`.
-        """
+        """What step `step` trains on, as soon as it is there."""
         self.schedule.advance(step - 1)
         groups = await self.schedule.take(self._taken.get(step))
         if self.ahead and step not in self._taken:

@@ -1,4 +1,4 @@
-"""What ends an attempt at a rollout before its functions do; and what those may end besides."""
+"""What can end an attempt at a rollout before its functions do, and containing their exceptions."""
 
 from __future__ import annotations
 
@@ -25,25 +25,27 @@ from tuner.tasks.functions import LIBRARIES, OURS, in_thread, place_of
 T = TypeVar("T")
 logger = logging.getLogger("tuner.rollout")
 GRACE = 5.0
-"""Seconds that a function which was cancelled may take to end."""
+"""Seconds that a cancelled function gets to end."""
 
 
 class Exited(Exception):
-    """A function raised what would end the process: SystemExit, or what is no Exception."""
+    """A function raised what would end the process: SystemExit, or something that is no
+    Exception."""
 
 
 async def contained(work: Coroutine[Any, Any, T], session: Access) -> T:
-    """The result of a user's function, which runs in a task of its own.
+    """The result of a user's function, run in a separate task.
 
-    When this is cancelled (a deadline, Ctrl-C) the session is sealed before the function hears of
-    it: none of its calls is answered any more, whatever it makes of its cancellation. One that does
-    not end is left behind, and the log names it.
+    If this is cancelled (a deadline, Ctrl-C) the session is sealed before the function learns of
+        it:
+    none of its calls is answered any more, whatever it does with its cancellation. One that does
+    not end is abandoned, and the log names it.
 
     Raises:
-        Exited: It raised SystemExit, or what is neither an Exception nor an interrupt.
+        Exited: It raised SystemExit, or something that is neither an Exception nor an interrupt.
         CancelledError: This task was cancelled (`cancelling()` tells), or the function's own was.
     """
-    task = asyncio.ensure_future(_without_exit(work))
+    task = asyncio.ensure_future(without_exit(work))
     try:
         await asyncio.wait([task])
     except asyncio.CancelledError:
@@ -51,22 +53,22 @@ async def contained(work: Coroutine[Any, Any, T], session: Access) -> T:
         task.cancel()
         try:
             await asyncio.wait([task], timeout=GRACE)
-        finally:  # also where this is cancelled once more, by Ctrl-C after a deadline
+        finally:  # even if cancelled once more, by Ctrl-C after a deadline
             if not task.done():
                 logger.warning(
-                    "%s was cancelled and goes on: it catches CancelledError, perhaps by a bare "
-                    "`except:`. It is left behind, and its calls are refused",
+                    "%s was cancelled and continues: it catches CancelledError, perhaps by a bare "
+                    "`except:`. It is abandoned, and its calls are rejected",
                     session.id,
                 )
-                # At its end asyncio waits for all tasks that it knows.
+                # asyncio waits at its end for all tasks that it knows.
                 asyncio.tasks._unregister_task(task)
             elif not task.cancelled():
-                task.exception()  # nobody asks any more
+                task.exception()  # nobody reads the result any more
         raise
     return task.result()
 
 
-async def _without_exit(work: Coroutine[Any, Any, T]) -> T:
+async def without_exit(work: Coroutine[Any, Any, T]) -> T:
     try:
         return await work
     except (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
@@ -79,7 +81,7 @@ class Ending:
     """Ends a rollout from outside, whatever it is doing; what it did so far is kept.
 
     Attributes:
-        reason: Why it was ended; None while it was not.
+        reason: Why it was ended; None if it was not.
     """
 
     def __init__(self) -> None:
@@ -87,7 +89,7 @@ class Ending:
         self._deadline: asyncio.Timeout | None = None
 
     def end(self, reason: str) -> None:
-        """End it, or see that it does not begin."""
+        """End it, or keep it from beginning."""
         if self.reason is None:
             self.reason = reason
             if self._deadline is not None:
@@ -95,7 +97,7 @@ class Ending:
 
     @contextmanager
     def of(self, deadline: asyncio.Timeout) -> Iterator[None]:
-        """While the block runs, an end is an early `deadline`."""
+        """While the block runs, ending it is an early `deadline`."""
         self._deadline = deadline
         try:
             yield
@@ -105,14 +107,14 @@ class Ending:
 
 @dataclass(eq=False)
 class ToolTime:
-    """The seconds of an attempt during which none of its calls is in flight.
+    """Measures the seconds of an attempt during which none of its calls is in flight.
 
     Args:
-        seconds: The most there may be; None: any.
-        session: The attempt's.
+        seconds: The maximum; None: any.
+        session: The attempt's session.
 
     Attributes:
-        exceeded: Whether there were more.
+        exceeded: Whether the maximum was exceeded.
     """
 
     seconds: float | None
@@ -139,7 +141,7 @@ class ToolTime:
                 self.exceeded = True
                 _expire(deadline)
                 return
-            # Calls only put the moment off.
+            # Calls only postpone it.
             await asyncio.sleep(seconds - spent)
 
 
@@ -148,33 +150,33 @@ def _expire(deadline: asyncio.Timeout) -> None:
         deadline.reschedule(asyncio.get_running_loop().time())
 
 
-# Says what holds rollouts up: which line blocks their event loop, what a quiet one waits for.
+# Reporting what holds rollouts up: which line blocks their event loop, what a quiet one waits for.
 
 
 EVERY = 1.0
-"""Seconds from one look to the next."""
+"""Seconds from one check to the next."""
 BLOCKED = 5.0
-"""Seconds that the event loop may stand still."""
+"""Seconds that the event loop may be blocked."""
 QUIET = 60.0
-"""Seconds after which it is said what a rollout waits for."""
+"""Seconds after which it is logged what a rollout waits for."""
 
-# Nobody's, and ignored by default. SIGINT would be asyncio's, or ignored in a shell's background.
+# Unused, and ignored by default. SIGINT would be asyncio's, or ignored in a shell's background.
 _WAKES = getattr(signal, "SIGURG", None)
 _ANSWERING = tuple(str(Path(OURS, room)) for room in ("gateway", "engines"))
 
 
 class Standstill(BaseException):
-    """Raised inside code that has kept the event loop for longer than a rollout may take."""
+    """Raised inside code that has blocked the event loop for longer than a rollout may take."""
 
 
 @dataclass(eq=False)
 class Running:
-    """A function of the user's that runs.
+    """A running function of the user.
 
     Attributes:
         role: "workflow" or "judge".
         sessions: The attempt's, then those of its auxiliary models.
-        work: What is awaited for it.
+        work: The awaited task.
         began: When, on the clock of `time.perf_counter`.
     """
 
@@ -189,14 +191,13 @@ _RUNNING: ContextVar[Running | None] = ContextVar("tuner_running", default=None)
 
 @dataclass(eq=False)
 class Watchdog:
-    """Looks after the functions of one event loop, from a thread, while any of them runs.
+    """Watches the functions of one event loop, from a thread, while any of them runs.
 
     Args:
-        limit: Seconds after which what keeps the event loop is broken off.
+        limit: Seconds after which code that blocks the event loop is interrupted.
 
     Attributes:
-        apart: Roles whose functions block the event loop and would for ever: they are to run in
-            threads.
+        apart: Roles whose functions would block the event loop forever: they must run in threads.
     """
 
     limit: float
@@ -208,7 +209,7 @@ class Watchdog:
 
     @contextmanager
     def watching(self, running: Running) -> Iterator[None]:
-        """While the block runs, so does this function: in tasks that are made inside the block."""
+        """Watch this function while the block runs, with the tasks created inside it."""
         token = _RUNNING.set(running)
         if not self._running:
             self._ended = threading.Event()
@@ -238,7 +239,7 @@ class Watchdog:
                 self._stands_still(thread, ran)
 
     def _stands_still(self, thread: int, ran: threading.Event) -> None:
-        """Look who keeps the loop's thread, until it runs again."""
+        """Find what blocks the loop's thread, until it runs again."""
         keeper: Running | None = None
         since, told, broken_off = 0.0, False, False
         with ExitStack() as refusing:
@@ -264,7 +265,7 @@ class Watchdog:
                 ran.wait(EVERY)
 
     def _look(self, ran: threading.Event) -> None:
-        """In the loop: it runs; say what is waited for where nothing has happened for long."""
+        """In the loop, which runs: log what is waited for if nothing has happened for long."""
         ran.set()
         now = time.perf_counter()
         for running in list(self._running):
@@ -284,12 +285,12 @@ class Watchdog:
             logger.warning("%s", sentence)
 
     def _refuse(self, keeper: Running, thread: int) -> str:
-        """What a call is told that waits for the loop which its own caller keeps."""
+        """The message for a call that waits for the loop which its own caller blocks."""
         self.apart.add(keeper.role)
         found = _keeping(sys._current_frames().get(thread))
         sentence = (
-            f"{_kept_by(*found) if found else 'The event loop is kept'}. It called a model of this "
-            "very process, which could never have answered: the call is refused, and the "
+            f"{_kept_by(*found) if found else 'The event loop is blocked'}. It called a model of "
+            "this very process, which could never answer: the call is rejected, and the "
             f"{keeper.role} runs in threads from now on"
         )
         keeper.sessions[0].errors.append(Exited(sentence))
@@ -298,26 +299,26 @@ class Watchdog:
 
 def _kept_by(keeper: Running, frame: FrameType) -> str:
     return (
-        f"{place_of(frame)} has kept the event loop for {BLOCKED:g} s, and no rollout goes on "
-        f"meanwhile: an `async def` {keeper.role} must not wait without `await`; make the "
+        f"{place_of(frame)} has blocked the event loop for {BLOCKED:g} s, and no rollout can "
+        f"continue: an `async def` {keeper.role} must not wait without `await`; make the "
         f"{keeper.role} a plain `def`, which runs in a thread, or use an async client there"
     )
 
 
 def _keeping(frame: FrameType | None) -> tuple[Running, FrameType] | None:
-    """The function of the user's that keeps an event loop, and its innermost frame.
+    """The user's function that blocks an event loop, and its innermost frame.
 
     Args:
-        frame: What the loop's thread is in.
+        frame: The current frame of the loop's thread.
 
     Returns:
-        None where the loop is kept by nobody, or by what answers calls.
+        None if nothing blocks the loop, or the code that answers calls does.
     """
     stack = _stack(frame)
     at = next((i for i, f in enumerate(stack) if f.f_code is asyncio.Handle._run.__code__), 0)
     if not (inner := stack[:at]):
         return None
-    # A task has the context that it was made in, also one that the function made itself.
+    # A task has the context that it was created in, including tasks created by the function.
     running = stack[at].f_locals["self"]._context.get(_RUNNING)
     if running is None or inner[0].f_code.co_filename.startswith(_ANSWERING):
         return None
@@ -325,7 +326,7 @@ def _keeping(frame: FrameType | None) -> tuple[Running, FrameType] | None:
 
 
 def _own(stack: Sequence[FrameType]) -> FrameType:
-    """The innermost frame of the user's own code; of a library's where there is none."""
+    """The innermost frame of the user's own code; a library's if there is none."""
     for frame in stack:
         if not frame.f_code.co_filename.startswith(LIBRARIES):
             return frame
@@ -346,7 +347,7 @@ def _waits_in(running: Running) -> str:
 
 
 def _stack(frame: FrameType | None) -> list[FrameType]:
-    """A frame and those it was called from, the innermost first."""
+    """A frame and its callers, the innermost first."""
     found = []
     while frame is not None:
         found.append(frame)
@@ -355,7 +356,7 @@ def _stack(frame: FrameType | None) -> list[FrameType]:
 
 
 def _wakes() -> ExitStack:
-    """From now until that is closed a signal brings the main thread out of the operating system."""
+    """Until closed, a signal can bring the main thread out of a system call."""
     stack = ExitStack()
     main = threading.current_thread() is threading.main_thread()
     if _WAKES is not None and main and signal.getsignal(_WAKES) is signal.SIG_DFL:
@@ -364,15 +365,15 @@ def _wakes() -> ExitStack:
 
 
 def _woken(number: int, frame: FrameType | None) -> None:
-    """Where `Standstill` comes up."""
+    """Raises `Standstill`."""
 
 
 def _break_off(thread: int, *, again: bool) -> None:
     """Raise `Standstill` in a thread.
 
     Args:
-        again: Whether that did not help before: it is in a call of the operating system's, out of
-            which a signal brings the main thread.
+        again: Whether that did not help before: the thread is in a system call, out of which a
+            signal brings the main thread.
     """
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Standstill))
     main = thread == threading.main_thread().ident

@@ -1,4 +1,4 @@
-"""Chat models of AgentScope that the user made, watched: what they say is recorded."""
+"""Chat models of AgentScope made by the user, with their calls recorded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tuner.rollouts.without_framework import SessionHandle
 from tuner.traces import Call, Usage
 
 _SESSION = "_tuner_session"
-_WATCHED = ("__call__", "generate_structured_output")  # the second in AgentScope 2.x alone
+_WATCHED = ("__call__", "generate_structured_output")  # the second only in AgentScope 2.x
 
 
 def is_chat_model(value: Any) -> bool:
@@ -29,15 +29,15 @@ def is_chat_model(value: Any) -> bool:
 
 
 def name_of(model: Any) -> str:
-    """What a chat model of AgentScope calls its model: `model_name` in 1.x, `model` in 2.x."""
+    """The model name of an AgentScope chat model: `model_name` in 1.x, `model` in 2.x."""
     return str(getattr(model, "model_name", None) or model.model)
 
 
 def observed(model: Any, session: Session) -> Any:
-    """The same chat model for one rollout, whose calls its session records.
+    """A copy of the chat model for one rollout, whose session records its calls.
 
     It is a shallow copy, so clients and settings are shared, and its class is a subclass of the
-    model's. A call is an error where the session has ended or has used up its limits.
+    model's. A call fails if the session has ended or has reached its limits.
     """
     watched = copy.copy(model)
     watched.__class__ = _watched_class(model.__class__)
@@ -63,7 +63,7 @@ def _watched(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         session = session_of(self)
-        asked = _Asked(self, session, inspect.signature(method).bind(self, *args, **kwargs))
+        asked = _ObservedCall(self, session, inspect.signature(method).bind(self, *args, **kwargs))
         with session.in_flight.here():
             answer = await method(self, *args, **kwargs)
         if isinstance(answer, AsyncGenerator):
@@ -74,12 +74,12 @@ def _watched(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class _Asked:
+class _ObservedCall:
     """One call of a chat model.
 
     Args:
-        model: Which.
-        session: Where it is recorded.
+        model: The model.
+        session: Records the call.
         given: Its arguments.
     """
 
@@ -96,7 +96,7 @@ class _Asked:
         self._started, self._clock = time.time(), time.perf_counter()
 
     def call(self, answer: Any, usage: Any, *, undelivered: bool = False) -> Call:
-        """What is recorded of an answer, whole or as far as it came."""
+        """The record of an answer, complete or partial."""
         message = _message(answer.content)
         ended = "tool_calls" if "tool_calls" in message else "stop"
         return call_elsewhere(
@@ -111,7 +111,7 @@ class _Asked:
         )
 
     async def handed_on(self, answers: AsyncGenerator[Any, None]) -> AsyncIterator[Any]:
-        """A stream as it comes; it is recorded before its end is seen."""
+        """A stream, passed through; it is recorded before its end is seen."""
         recording, latest, usage = self._session.recording, None, None
         self._request["stream"] = True
 
@@ -130,7 +130,7 @@ class _Asked:
             finally:
                 await answers.aclose()
             if latest is not None and abandoned in recording.carried:
-                # What was abandoned until here is what is committed now.
+                # Everything recorded as abandoned so far is now committed.
                 recording.carried.remove(abandoned)
                 self._session.commit([self.call(latest, usage)])
 
@@ -139,19 +139,19 @@ _SAMPLING = ("max_completion_tokens", "max_tokens", "temperature", "top_p")
 
 
 def _settings(model: Any) -> Mapping[str, Any]:
-    """What its calls are sampled with, as far as it says: a dict in 1.x, an object in 2.x."""
+    """Its sampling settings, as far as set: a dict in 1.x, an object in 2.x."""
     said = getattr(model, "generate_kwargs", None) or getattr(model, "parameters", None) or {}
     values = said if isinstance(said, Mapping) else vars(said)
     return {name: values[name] for name in _SAMPLING if values.get(name) is not None}
 
 
 def _plain(value: Any) -> Any:
-    """A message or block: a dict in 1.x, an object in 2.x."""
+    """A message or block as plain values: a dict in 1.x, an object in 2.x."""
     return value.model_dump(mode="json") if hasattr(value, "model_dump") else value
 
 
 def _message(content: Any) -> dict[str, Any]:
-    """An answer's content, blocks or a structured output, as chat completions have it."""
+    """An answer's content, blocks or a structured output, in the form of chat completions."""
     if isinstance(content, str | Mapping):
         text = content if isinstance(content, str) else json.dumps(content, default=str)
         return {"role": "assistant", "content": text}

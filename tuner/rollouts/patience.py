@@ -1,4 +1,4 @@
-"""Requests to somebody else's API that hold back when it says so, all rollouts together."""
+"""Requests to remote APIs that obey rate limits, shared by all rollouts."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import Any
 import openai
 
 TRIES = 10
-"""Times that a request is sent at most while the API answers that there are too many."""
+"""Maximum number of attempts while the API answers that there are too many requests."""
 _FIRST, _LONGEST = 0.5, 60.0
-"""Seconds to wait where the API does not say; they double with each answer."""
+"""Seconds to wait if the API does not say; doubled with each answer."""
 
 
 class PatientClient(openai.DefaultAsyncHttpxClient):
     """Limits the requests in flight, and obeys `retry-after`.
 
-    One of these serves all rollouts of a run. When one request is told to wait (429, or 503 with
+    One client serves all rollouts of a run. When one request is told to wait (429, or 503 with
     `retry-after`), all wait until then; that request is sent again, at most `TRIES` times.
 
     Args:
-        max_concurrent: Requests at most that wait for an answer; None: any number.
-        options: As the client of the library takes them that openai uses, httpx or httpx2.
+        max_concurrent: Maximum number of requests in flight; None: any number.
+        options: For the client of the library that openai uses, httpx or httpx2.
     """
 
     def __init__(self, *, max_concurrent: int | None = None, **options: Any) -> None:
@@ -35,8 +35,7 @@ class PatientClient(openai.DefaultAsyncHttpxClient):
         self._not_before = 0.0
 
     async def send(self, request: Any, **options: Any) -> Any:
-        """As the library has it; waiting here counts in nobody's time limit but the
-        rollout's own."""
+        """Waiting here counts in no time limit except the rollout's own."""
         async with self._slots or nullcontext():
             for number in range(1, TRIES + 1):
                 # Others may have been told to wait longer meanwhile.
@@ -56,7 +55,7 @@ class PatientClient(openai.DefaultAsyncHttpxClient):
 
 
 def _asked_to_wait(response: Any, number: int) -> float | None:
-    """Seconds until the request may be sent again, or None where that is not the answer."""
+    """Seconds until the request may be sent again, or None if the answer is not about that."""
     asked = _retry_after(response.headers)
     if response.status_code == 429 or (response.status_code == 503 and asked is not None):
         return min(_LONGEST, _FIRST * 2 ** (number - 1)) if asked is None else asked
@@ -64,7 +63,7 @@ def _asked_to_wait(response: Any, number: int) -> float | None:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:
-    """The header's seconds, from milliseconds, seconds or a date; None where there is none."""
+    """The header's seconds, from milliseconds, seconds or a date; None if there is none."""
     try:
         if "retry-after-ms" in headers:
             return max(0.0, float(headers["retry-after-ms"]) / 1000)

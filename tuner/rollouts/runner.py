@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from tuner.errors import FunctionError, RewardError, RewardTimeout, WorkerError
 from tuner.gateway import Gateway, SamplingDefaults, Session, SessionLimits
@@ -42,9 +42,8 @@ class Again:
 
     Attributes:
         trace: That rollout.
-        root: The rollout and the attempt of which its beginning is, whose seed its functions get.
-        calls: How many of its calls, in order of commitment, lie before the point.
-        token: How many sampled tokens of the next one do.
+        root: The rollout and attempt that its beginning belongs to, whose seed its functions get.
+        calls, token: Calls before the point, in order of commitment, and tokens of the next one.
         ends: Whether it ends where it diverges.
     """
 
@@ -72,12 +71,7 @@ class Again:
 
 @dataclass
 class Attempt:
-    """What is known of an attempt so far.
-
-    Args:
-        id, task: Which rollout it is of.
-        number: Which attempt, from 1.
-    """
+    """State of an attempt, numbered from 1, at a rollout."""
 
     id: RolloutId
     task: dict[str, Any]
@@ -93,24 +87,17 @@ class Attempt:
     origin: Origin | None = None
     started: float = field(default_factory=time.time)
 
-    def check_reward(self, *, judged: bool, needed: bool) -> None:
-        """Whether there is one that can be trained.
-
-        Raises:
-            FunctionError: There is none, and nobody is left to give one.
-        """
+    def check_reward(self, *, needed: bool) -> None:
+        """Refuse a missing reward, and mark one that is not finite; a judge's has been checked."""
         if self.reward is None:
             if not needed:
                 return
-            # `as_judge_output` refuses a judge without a reward, so only the workflow gets here.
             raise FunctionError(
                 "there is no reward: no judge was given and the workflow returned WorkflowOutput("
                 "reward=None); set `reward` in the workflow or pass judge_func"
             )
         if not math.isfinite(self.reward):
-            who = "judge" if judged else "workflow"
-            self.outcome = Outcome.INVALID_REWARD
-            self.error = f"the {who} gave reward {self.reward}; a reward must be a finite number"
+            self.outcome, self.error = Outcome.INVALID_REWARD, not_finite("workflow", self.reward)
 
     def follow(self, again: Again, script: Script) -> None:
         """Note where it began, and whether it left the script before the point."""
@@ -128,13 +115,7 @@ class Attempt:
         generation: float,
         needs_calls: bool,
     ) -> Trace:
-        """What it leaves, once its session is sealed.
-
-        Args:
-            calls, results: The session's.
-            generation: Seconds spent inside them.
-            needs_calls: Whether it has failed where it read no answer.
-        """
+        """Its trace, once its session is sealed; `needs_calls` fails one that read no answer."""
         unread = all(call.undelivered for call in calls) and needs_calls
         if self.outcome is Outcome.COMPLETED and unread:
             self.outcome = Outcome.NO_CALLS
@@ -197,28 +178,13 @@ class Workers(Protocol):
     def calling(
         self, session: Session, auxiliary: Mapping[str, Any], id: RolloutId, *, seed: int | None
     ) -> AbstractAsyncContextManager[Caller]:
-        """A caller for the time of the block.
-
-        Args:
-            session: The attempt's, or the group's.
-            auxiliary: The models that both functions get.
-            id: Of the rollout, or the group's first.
-            seed: For the process's global random states, or None.
-        """
+        """A caller for the time of the block; `seed` sets the process's random states."""
         ...
 
 
 @dataclass(frozen=True)
 class Here:
-    """Calls them in this process.
-
-    Args:
-        workflow_func, judge_func: The user's functions.
-        make_model: The chat model that a session's agent gets.
-        watchdog: Looks after the functions.
-        session: The attempt's, or the group's.
-        auxiliary: The models that both functions get.
-    """
+    """Calls the user's functions in this process."""
 
     workflow_func: Callable[..., Any]
     judge_func: Callable[..., Any] | None
@@ -266,21 +232,77 @@ class Here:
 # How a function of the user's failed, as an outcome and in a line for people.
 
 
-class JudgeFailure(NamedTuple):
-    """How a judge failed, and what it says."""
+def not_finite(who: str, reward: float) -> str:
+    return f"the {who} gave reward {reward}; a reward must be a finite number"
+
+
+@dataclass(frozen=True)
+class JudgeResult:
+    """A judge's reward for one response, or how it failed to give one.
+
+    `outcome` is the rollout's; without a finite reward `error` is a line for people and `kind` the
+    error's class, or "invalid reward".
+    """
 
     outcome: Outcome
-    error: str
+    reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    feedback: str | None = None
+    error: str | None = None
+    kind: str = ""
+
+    @staticmethod
+    def of(output: JudgeOutput) -> JudgeResult:
+        said = output.metrics or {}, output.feedback
+        if math.isfinite(output.reward):
+            return JudgeResult(Outcome.COMPLETED, output.reward, *said)
+        error = not_finite("judge", output.reward)
+        return JudgeResult(Outcome.INVALID_REWARD, None, *said, error, "invalid reward")
+
+    @staticmethod
+    def failed(error: BaseException) -> JudgeResult:
+        described = describe(error, None)
+        return JudgeResult(of_judge(error), error=described, kind=described.partition(":")[0])
+
+    def on(self, trace: Trace) -> Trace:
+        """The trace with this judgement in place of an earlier one, or of none."""
+        finite = {name: value for name, value in self.metrics.items() if math.isfinite(value)}
+        return replace(
+            trace,
+            outcome=self.outcome,
+            error=self.error,
+            reward=self.reward,
+            feedback=self.feedback,
+            metrics={**trace.metrics, **finite},
+        )
+
+
+async def judgements(
+    ask: Callable[[], Awaitable[Sequence[JudgeOutput]]],
+    count: int,
+    *,
+    retries: int,
+    on_failure: Callable[[BaseException, JudgeResult], None] = lambda error, judgement: None,
+) -> list[JudgeResult]:
+    """Judgements of `count` responses; a judge that fails is asked again `retries` times."""
+    for tries_left in range(retries, -1, -1):
+        try:
+            return [JudgeResult.of(output) for output in await ask()]
+        except (FunctionError, WorkerError):
+            raise
+        except (Exception, asyncio.CancelledError) as error:
+            if being_cancelled():
+                raise
+            failure = JudgeResult.failed(error)
+            if failure.outcome is Outcome.WORKER_DIED:  # with the response
+                break
+            if not tries_left:
+                on_failure(error, failure)
+    return [failure] * count
 
 
 class Elsewhere(Exception):
-    """How a function of the user's failed in another process, as it was described there.
-
-    Attributes:
-        outcome: The rollout's.
-        described: One line for people.
-        place: Where in the user's own code it came up, or None.
-    """
+    """A failure of a user's function in another process; `place` is in the user's code."""
 
     def __init__(self, outcome: Outcome, described: str, place: str | None = None) -> None:
         super().__init__(described)
@@ -424,17 +446,14 @@ class RolloutRunner:
         """All attempts at one rollout; the last is final and is the one that counts.
 
         Args:
-            task: The dataset's row.
-            id: Which rollout this is.
-            defaults: What calls that do not say are sampled with.
-            ending: Who may end it from outside.
+            defaults: Sampling of calls that do not say.
+            ending: Ends it from outside.
             queued: Seconds that it waited until there was room for it.
-            keep: Is given the response of the last attempt, as the workflow returned it.
+            keep: Gets the response of the last attempt, as the workflow returned it.
             again: The rollout that it begins inside of, if it does.
 
         Raises:
-            FunctionError: A function returned something of the wrong type: a mistake in the
-                program, which no retry and no training would mend.
+            FunctionError: A function returned something of the wrong type, which no retry fixes.
         """
         traces: list[Trace] = []
         while True:
@@ -546,7 +565,7 @@ class RolloutRunner:
                     state.judge_seconds += time.perf_counter() - started
             if state.outcome is Outcome.COMPLETED:
                 needed = self.settings.needs_reward and not self.judges_groups
-                state.check_reward(judged=self.judge is not None, needed=needed)
+                state.check_reward(needed=needed)
             if state.outcome is not Outcome.COMPLETED or not self._tries_again(state, attempt):
                 return
 
@@ -603,26 +622,19 @@ class RolloutRunner:
             logger.warning("%s: %s", where, described)
 
     async def _run_judge(self, task: dict[str, Any], caller: Caller, state: Attempt) -> None:
-        verdict = await self._verdict(partial(caller.judge, task, state.response))
-        if isinstance(verdict, JudgeFailure):
-            state.outcome, state.error = verdict
-            return
-        state.reward, state.feedback = verdict.reward, verdict.feedback
-        state.metrics |= self.noted(verdict.metrics)
+        async def ask() -> list[JudgeOutput]:
+            return [await caller.judge(task, state.response)]
+
+        (found,) = await self._judgements(ask, 1)
+        if found.outcome in (Outcome.COMPLETED, Outcome.INVALID_REWARD):
+            state.reward, state.feedback = found.reward, found.feedback
+            state.metrics |= found.metrics
+        state.outcome, state.error = found.outcome, found.error
 
     async def judge_group(
         self, task: dict[str, Any], id: RolloutId, responses: Sequence[Any]
-    ) -> list[JudgeOutput] | JudgeFailure:
-        """What the judge says of the responses of a group, in their order.
-
-        Args:
-            task: The group's.
-            id: Of its first rollout.
-            responses: As the workflow returned them.
-
-        Raises:
-            FunctionError: It returned something else than an output for each.
-        """
+    ) -> list[JudgeResult]:
+        """Verdicts on the responses of a group, in their order; `id` is its first rollout's."""
         seed = derive_seed(self.settings.seed, id, "judge")
         session = self.gateway.open_session(f"{id}-judge", seed=seed, recorded=False)
         try:
@@ -631,29 +643,24 @@ class RolloutRunner:
                     self._calling(session, dict(auxiliary), id) as caller,
                     asyncio.timeout(self.settings.timeout),
                 ):
-                    return await self._verdict(partial(caller.group_judge, task, responses))
+                    ask = partial(caller.group_judge, task, responses)
+                    return await self._judgements(ask, len(responses))
         except TimeoutError:
             took = f"no verdict within {self.settings.timeout:g} s (explorer.max_timeout)"
-            return JudgeFailure(Outcome.JUDGE_TIMEOUT, took)
+            return [JudgeResult(Outcome.JUDGE_TIMEOUT, error=took)] * len(responses)
         finally:
             session.seal()
 
-    async def _verdict(self, ask: Callable[[], Awaitable[T]]) -> T | JudgeFailure:
-        """What a judge says, which is asked again as often as a rollout may be tried again."""
-        for tries_left in range(self.settings.max_retries, -1, -1):
-            try:
-                return await ask()
-            except (FunctionError, WorkerError):
-                raise
-            except (Exception, asyncio.CancelledError) as error:
-                if being_cancelled():
-                    raise
-                failure = JudgeFailure(of_judge(error), describe(error, None))
-                if failure.outcome is Outcome.WORKER_DIED:  # with the response
-                    break
-                if not tries_left:
-                    self._say_where(error, failure.error)
-        return failure
+    async def _judgements(
+        self, ask: Callable[[], Awaitable[Sequence[JudgeOutput]]], count: int
+    ) -> list[JudgeResult]:
+        found = await judgements(
+            ask,
+            count,
+            retries=self.settings.max_retries,
+            on_failure=lambda error, failure: self._say_where(error, failure.error or ""),
+        )
+        return [replace(one, metrics=self.noted(one.metrics)) for one in found]
 
 
 # A group whose rollouts are judged together, once the last of them has ended.
@@ -661,13 +668,7 @@ class RolloutRunner:
 
 @dataclass(eq=False)
 class Panel:
-    """Waits for the rollouts of a group, and has those judged that completed.
-
-    Args:
-        runner: Its judge takes groups.
-        task: The group's.
-        ids: The group's rollouts.
-    """
+    """Waits for the rollouts of a group, then has the completed ones judged together."""
 
     runner: RolloutRunner
     task: dict[str, Any]
@@ -679,15 +680,7 @@ class Panel:
         self._judged: asyncio.Future[dict[RolloutId, Trace]] = loop.create_future()
 
     async def run(self, id: RolloutId, make: Callable[..., Any]) -> list[Trace]:
-        """All attempts at one rollout, the last with its verdict.
-
-        Args:
-            id: Which of the group's.
-            make: Makes them, and gives `keep` the response.
-
-        Raises:
-            FunctionError: The judge returned something else than an output for each response.
-        """
+        """All attempts at one rollout, the last one judged; `make` makes them."""
         responses: list[Any] = []
         attempts: list[Trace] = await make(keep=responses.append)
         self._ended[id] = attempts, responses[-1] if responses else None
@@ -709,28 +702,10 @@ class Panel:
         responses = [self._ended[id][1] for id in completed]
         found = await self.runner.judge_group(self.task, completed[0], responses)
         seconds = time.perf_counter() - started
-        if isinstance(found, JudgeFailure):
-            outputs: Sequence[JudgeOutput | JudgeFailure] = [found] * len(completed)
-        else:
-            outputs = found
         return {
-            id: self._judged_trace(last[id], output, seconds)
-            for id, output in zip(completed, outputs, strict=True)
+            id: replace(judgement.on(last[id]), seconds={**last[id].seconds, "judge": seconds})
+            for id, judgement in zip(completed, found, strict=True)
         }
-
-    def _judged_trace(
-        self, trace: Trace, output: JudgeOutput | JudgeFailure, seconds: float
-    ) -> Trace:
-        took = {**trace.seconds, "judge": seconds}
-        if isinstance(output, JudgeFailure):
-            outcome, error = output
-            return replace(trace, outcome=outcome, error=error, reward=None, seconds=took)
-        metrics = {**trace.metrics, **self.runner.noted(output.metrics)}
-        given = replace(trace, metrics=metrics, feedback=output.feedback, seconds=took)
-        if math.isfinite(output.reward):
-            return replace(given, reward=output.reward)
-        error = f"the judge gave reward {output.reward}; a reward must be a finite number"
-        return replace(given, outcome=Outcome.INVALID_REWARD, error=error, reward=None)
 
 
 def panels_of(

@@ -1,4 +1,4 @@
-"""The chat model without a framework, and what those of frameworks have besides."""
+"""The chat model without a framework, and the parts that all chat models share."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class SessionHandle:
     """A rollout's session as the workflow sees it: credentials, recorded calls, roles.
 
     Args:
-        session: The rollout's.
-        role: The agent that calls through this handle; None where there is but one.
+        session: The rollout's session.
+        role: The agent that calls through this handle; None if there is only one.
 
     Attributes:
         session: The rollout's session at the gateway.
-        api_key: The rollout's key, for any other client; it names the role, too.
-        model_name: What requests give as `model`.
+        api_key: The rollout's key, for any other client; it also names the role.
+        model_name: The `model` that requests must name.
     """
 
     def __init__(self, session: Access, role: str | None = None) -> None:
@@ -35,7 +35,7 @@ class SessionHandle:
 
     @property
     def base_url(self) -> str:
-        """Where any other client finds the gateway; the first use opens the HTTP door."""
+        """The gateway's URL for any other client; the first use starts the HTTP server."""
         return self.session.base_url
 
     @cached_property
@@ -49,7 +49,7 @@ class SessionHandle:
 
     @property
     def calls(self) -> list[RecordedCall]:
-        """The calls committed so far, in order: those of this role, or all where it has none."""
+        """The calls committed so far, in order: those of this role, or all without a role."""
         calls = self.session.calls_so_far()
         return [c for c in calls if self._role is None or c.role == self._role]
 
@@ -63,7 +63,7 @@ class SessionHandle:
 
 
 class PlainChatModel(SessionHandle):
-    """The model being trained, for code that speaks OpenAI.
+    """The model being trained, for code that uses OpenAI's client.
 
     Attributes:
         client: An `openai.AsyncOpenAI` that reaches the gateway without a socket.

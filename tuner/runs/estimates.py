@@ -73,6 +73,11 @@ def estimate(values: Sequence[float]) -> Estimate | None:
     return Estimate(mean=mean, low=float(low), high=float(high), tasks=count)
 
 
+def paired(new: Mapping[int, float], old: Mapping[int, float]) -> Estimate | None:
+    """The mean difference over the tasks that both have a number of; None without one."""
+    return estimate([value - old[task] for task, value in new.items() if task in old])
+
+
 def pass_at_k(tries: int, passed: int, k: int) -> float:
     """The chance that one of k tries passes: 1 - C(n - c, k) / C(n, k), unbiased for n >= k.
 

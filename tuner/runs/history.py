@@ -605,8 +605,8 @@ def read_history(section: HistorySection, given: Any = None) -> History:
     if not groups and not trained:
         reasons = ", ".join(f"{n} {why}" for why, n in sorted(left_out.rollouts.items()))
         raise DatasetError(
-            f"tuner.history: nothing is left to learn from ({reasons}); docs/history.md says what "
-            "these mean"
+            f"tuner.history: nothing is left to learn from ({reasons}); docs/recorded_data.md says "
+            "what these mean"
         )
     return History(groups, held_out, trained, aside, left_out)
 
@@ -788,8 +788,8 @@ def examples_of_history(
     if not used:
         reasons = ", ".join(f"{n} {why}" for why, n in sorted(left_out.rollouts.items()))
         raise DatasetError(
-            f"tuner.history: nothing is left to learn from ({reasons}); docs/history.md says what "
-            "these mean"
+            f"tuner.history: nothing is left to learn from ({reasons}); docs/recorded_data.md says "
+            "what these mean"
         )
     return Examples(
         tuple(used),

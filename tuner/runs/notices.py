@@ -397,7 +397,7 @@ def advice(history: Iterable[Metrics], config: RunConfig) -> tuple[str, str] | N
         )
     elif name == "training" and not config.synchronizer.sync_offset:  # else it is as it should be
         found = _longer_micro_batches(rows, config)
-    whole = f"{parts[name] / step:.0%} of a step {found} (docs/asynchronous.md)"
+    whole = f"{parts[name] / step:.0%} of a step {found} (docs/training.md)"
     return (name, whole) if found else None
 
 

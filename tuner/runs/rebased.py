@@ -1,13 +1,13 @@
-"""A run that goes on from the samples of another, whose rewards a mended judge gave again.
+"""A run that continues from the samples of another, whose rewards a fixed judge gave again.
 
-    steps before the first in which a reward changed     are as they were, weights included
-    that one and later ones, while samples are worth it  are trained again from what was recorded
-    from the first in which they are not                 are sampled anew; the others are set aside
+    steps before the first in which a reward changed     are kept, weights included
+    that one and later ones, while samples are worth it  are trained again from recorded rollouts
+    from the first in which they are not                 are sampled; recorded ones are set aside
 
-The weights part at the first changed step, so from then on another policy sampled than is trained.
-What its samples are worth is the effective sample size of their tokens
-(`tuner.training.likelihood`), asked before each such step. What was decided stands in
-`rebase.json`, by which a run that was killed goes on.
+The weights differ from the first changed step on, so from then on another policy sampled than is
+trained. The effective sample size of its tokens (`tuner.training.likelihood`), computed before each
+such step, says what they are worth. The decisions are in `rebase.json`, by which a killed run
+resumes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, Field
 
@@ -27,7 +27,9 @@ from tuner.runs.directory import RunDirectory, write_atomically
 from tuner.traces import Trace, read_traces
 from tuner.traces.reading import JsonReader
 from tuner.traces.store import trace_line, trace_to_json
-from tuner.training.likelihood import Effective
+
+if TYPE_CHECKING:
+    from tuner.training.likelihood import Effective
 
 EFFECTIVE = ("effective_capped", "effective_tokens", "effective_calls", "effective_rollouts")
 Use = Literal["kept", "again", "anew", ""]
@@ -37,15 +39,12 @@ class RebasedStep(BaseModel):
     """A step of the other run.
 
     Attributes:
-        step: Its number.
-        judged: Rollouts that were judged again.
-        changed: How many of them have another reward, or one where they had none, or none now.
+        judged, changed: Rollouts that were judged again; those whose reward is another one.
         rollouts, tokens: Last attempts that were recorded, and tokens sampled for all attempts.
-        use: "kept": it is before the first change; "again": trained again from what was recorded;
-            "anew": sampled anew, and what was recorded is set aside; "": not yet decided.
-        effective_tokens, effective_capped, effective_calls, effective_rollouts: What those that are
-            trained are worth to the weights before the step, as shares (`Effective`); `capped`
-            decides. None where nobody asked.
+        use: "kept": before the first change; "again": trained again from what was recorded;
+            "anew": sampled again, with the recorded rollouts set aside; "": not yet decided.
+        effective_tokens, effective_capped, effective_calls, effective_rollouts: Worth of those that
+            are trained to the weights before the step, as shares (`Effective`); `capped` decides.
     """
 
     step: int
@@ -65,19 +64,16 @@ class RebaseRecord(BaseModel):
 
     Attributes:
         run: The other run's directory.
-        judge: The mended judge, where it has a name.
-        min_effective_samples: The least share of the tokens that they are to be worth.
-        max_reused: The largest share of the steps from the first changed one on that are trained
-            again, however much their samples are worth.
-        last_again: The step that this makes the last of them; None: no reward changed.
-        first_changed: The first step in which a reward changed; None: none did.
-        foreign_from: The first version of the weights that the runs do not share; likewise.
-        trained: The last step that the other run trained.
-        ended: The first step that is sampled anew; None: none is.
+        judge: The fixed judge, where it has a name.
+        min_effective_samples, max_reused: As for `rebase()`.
+        last_again: Last step that `max_reused` allows to train again; None: no reward changed.
+        first_changed: First step in which a reward changed; None: none did.
+        foreign_from: First version of the weights that the runs do not share; likewise.
+        trained: Last step that the other run trained.
+        ended: First step that is sampled again; None: none is.
         evaluations_judged, evaluations_changed: Rollouts of evaluations that were judged again, and
-            how many of them have another reward.
-        evaluations_set_aside: Those of weights that this run does not have.
-        steps: Of the other run.
+            those with another reward.
+        evaluations_set_aside: Rollouts of evaluations of weights that this run does not have.
     """
 
     run: Path
@@ -95,7 +91,7 @@ class RebaseRecord(BaseModel):
     steps: list[RebasedStep] = Field(default_factory=list)
 
     def of_step(self, step: int) -> RebasedStep:
-        """What is known of a step, which may have no samples."""
+        """The record of a step, which may have no samples."""
         found = next((one for one in self.steps if one.step == step), None)
         if found is None:
             found = RebasedStep(step=step)
@@ -114,24 +110,14 @@ _RECORDS = JsonReader[RebaseRecord](RebaseRecord, "the record of a rebase")
 
 
 def read_rebase(directory: RunDirectory) -> RebaseRecord | None:
-    """What a run directory says of it; None where the run goes on from no other.
-
-    Raises:
-        TunerError: The file is damaged.
-    """
+    """The record in a run directory; None where the run continues from no other."""
     if not os.path.lexists(directory.rebase):
         return None
     return _RECORDS.document(directory.rebase, f"delete {directory.path} and rebase again")
 
 
 class Rebased:
-    """Decides, step by step, how long a run goes on with recorded samples.
-
-    Args:
-        directory: The run's.
-        record: What `rebase.json` says.
-        batch: Groups in a step.
-    """
+    """Decides, step by step, how long a run is trained from recorded samples."""
 
     def __init__(self, directory: RunDirectory, record: RebaseRecord, *, batch: int) -> None:
         self.record = record
@@ -142,11 +128,7 @@ class Rebased:
 
     @staticmethod
     def of(directory: RunDirectory, *, batch: int) -> Rebased | None:
-        """What a run's directory says of it; None where the run goes on from no other.
-
-        Raises:
-            TunerError: The file is damaged.
-        """
+        """For a run directory; None where the run continues from no other."""
         record = read_rebase(directory)
         return None if record is None else Rebased(directory, record, batch=batch)
 
@@ -159,18 +141,16 @@ class Rebased:
         return taken_until(taken, last, batch=self._batch)
 
     def asks(self, step: int, traces: Sequence[Trace]) -> bool:
-        """Whether a step trains something that may be worth less than it was in the other run."""
+        """True where a step trains samples that may be worth less than in the other run."""
         first = self.record.first_changed
         recorded = any(trace.foreign_from is not None for trace in traces)
         return first is not None and step > first and recorded
 
     def goes_on(self, step: int, effective: Effective | None) -> bool:
-        """Whether a step is trained from what was recorded; noted, so that it is decided once.
+        """True where a step is trained from recorded rollouts; noted, so it is decided once.
 
-        Args:
-            step: One of which something was recorded.
-            effective: What is worth how much to the weights before the step; None: nothing of it
-                is trained, or they are those that sampled.
+        `effective` is their worth to the weights before the step; None: nothing of it is trained,
+        or those are the weights that sampled.
         """
         noted = self.record.of_step(step)
         if effective is not None:
@@ -216,11 +196,7 @@ class Rebased:
         write_atomically(self._directory.rebase, self.record.model_dump_json(indent=2))
 
     def metrics(self, step: int, traces: Sequence[Trace]) -> dict[str, float]:
-        """What is logged of a step.
-
-        Args:
-            traces: What it trains: every attempt.
-        """
+        """Metrics of a step that trains these traces, every attempt."""
         first = self.record.first_changed
         if first is None or step < first:
             return {}
@@ -280,7 +256,7 @@ _SAID: dict[Use, str] = {
 
 
 def sentences(record: RebaseRecord) -> list[str]:
-    """What was used again, what that saved, and why no more."""
+    """Steps that were used again, what that saved, and why no more."""
     tried, changed = record.evaluations_judged, record.evaluations_changed
     evaluations = [f"evaluations: {tried:,} rollouts judged again, {changed:,} changed"]
     total = sum(one.tokens for one in record.steps)

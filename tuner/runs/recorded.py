@@ -330,7 +330,7 @@ def examples_of(
     if not used:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items()))
         raise DatasetError(
-            f"train_dataset: no row can be trained ({reasons}); see docs/offline.md for what these "
-            "mean"
+            f"train_dataset: no row can be trained ({reasons}); docs/recorded_data.md says what "
+            "these mean"
         )
     return Examples(tuple(used), dict(sorted(left_out.items())))

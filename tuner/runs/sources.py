@@ -506,10 +506,10 @@ class RowSource(Source):
         of_rollouts = config.tuner.history is not None
         if examples.left_out:
             reasons = ", ".join(f"{count} {why}" for why, count in examples.left_out.items())
-            used, page = len(examples.used), "history" if of_rollouts else "offline"
+            used = len(examples.used)
             every = "" if of_rollouts else f" of {used + sum(examples.left_out.values())}"
             record.console.say(
-                f"{used}{every} rows are trained; left out: {reasons} (docs/{page}.md)"
+                f"{used}{every} rows are trained; left out: {reasons} (docs/recorded_data.md)"
             )
 
     async def take(self, step: int, version: int, weigh: Weigh) -> Found:
@@ -556,7 +556,7 @@ class TraceSource(Source):
         reasons = ", ".join(f"{n} {why}" for why, n in sorted(left_out.rollouts.items()))
         record.console.say(
             f"{rollouts} recorded rollouts of {len(self._groups)} tasks are trained"
-            + (f"; left out: {reasons} (docs/history.md)" if reasons else "")
+            + (f"; left out: {reasons} (docs/recorded_data.md)" if reasons else "")
         )
 
     async def take(self, step: int, version: int, weigh: Weigh) -> Found:

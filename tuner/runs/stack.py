@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tuner.config import RunConfig
-from tuner.config.algorithms import ADVANTAGES, ALGORITHMS
-from tuner.config.rules import longest_answer
+from tuner.config.schema import AlgorithmSection
 from tuner.engines import TrainingEngine
 from tuner.engines.remote import ServedEngine
 from tuner.engines.transformers.engine import TransformersEngine
@@ -53,14 +52,13 @@ from tuner.tasks.functions import end_run
 from tuner.training.batch import Overlong, Selection, TeacherPrompt, own_prompt
 from tuner.training.references import Reference
 from tuner.training.trainer import PolicyTrainer
-from tuner.training.trainer_settings import CriticSettings, TrainerSettings
 
 # What the configuration asks of rollouts and of the trainer, as their own settings.
 
 
 def rollout_settings(config: RunConfig) -> RolloutSettings:
     """Limits of a rollout, and whether it must end with a reward."""
-    row = ALGORITHMS[config.algorithm.algorithm_type]
+    row = config.algorithm.row
     return RolloutSettings(
         timeout=config.explorer.max_timeout,
         max_retries=config.explorer.max_retry_times,
@@ -72,84 +70,30 @@ def rollout_settings(config: RunConfig) -> RolloutSettings:
         feedback_attempts=config.tuner.feedback_attempts,
         pass_reward=config.tuner.pass_reward,
         # Without training rollouts, those of an evaluation are there for their rewards.
-        needs_reward=row.recorded is not None
-        or ADVANTAGES[config.algorithm.advantage_fn].needs_reward,
+        needs_reward=row.recorded is not None or config.algorithm.advantage.needs_reward,
     )
 
 
-def trainer_settings(
-    config: RunConfig, total_steps: int, max_tokens_per_micro_batch: int
-) -> TrainerSettings:
-    """The numbers of the training step from Trinity-RFT's keys."""
-    algorithm, optimizer = config.algorithm, config.algorithm.optimizer
-    extras, critic = config.tuner.algorithm, config.tuner.critic
-    cap = None if extras.importance_sampling == "none" else extras.importance_cap
-    settings = TrainerSettings(
-        total_steps=total_steps,
-        lr=optimizer.lr,
-        lr_scheduler=optimizer.lr_scheduler_type,
-        warmup_steps=optimizer.warmup_steps(total_steps),
-        min_lr_ratio=optimizer.min_lr_ratio,
-        betas=optimizer.betas,
-        weight_decay=optimizer.weight_decay,
-        grad_clip=config.trainer.grad_clip,
-        advantage=algorithm.advantage_fn,
-        advantage_args=algorithm.advantage,
-        policy_loss=algorithm.policy_loss_fn,
-        policy_loss_args=algorithm.policy_loss,
-        kl=algorithm.kl_loss_fn,
-        kl_args=algorithm.kl_loss,
-        kl_penalty=algorithm.kl_penalty_fn,
-        kl_penalty_args=algorithm.kl_penalty,
-        entropy=algorithm.entropy_loss,
-        aggregation=algorithm.loss_agg_mode,
-        max_completion=longest_answer(config),
-        updates=extras.updates,
-        proximal=extras.proximal,
-        importance_cap=cap,
-        rejection=(
-            None
-            if extras.rejection_low is None or extras.rejection_high is None
-            else (extras.rejection_low, extras.rejection_high)
-        ),
-        max_tokens_per_micro_batch=max_tokens_per_micro_batch,
-        layout=config.tuner.layout,
-        optimizer_state=config.tuner.optimizer_state,
-        optimizer_offload=config.trainer.optimizer_offload,
-        activation_checkpointing=config.tuner.activation_checkpointing,
-        compile=config.tuner.compile,
-        turn_discount=extras.turn_discount,
-        prompt_teacher=extras.prompt_teacher,
-        critic=CriticSettings(
-            lr=critic.lr,
-            betas=critic.betas,
-            weight_decay=critic.weight_decay,
-            clip=critic.cliprange_value,
-            warmup=config.trainer.critic_warmup,
-        ),
-    )
-    return settings if config.mode != "explore" else without_training(settings)
-
-
-def without_training(settings: TrainerSettings) -> TrainerSettings:
-    """Numbers of a run that trains nothing: no reference and no critic is kept for it."""
-    return replace(
-        settings,
-        advantage="reinforce",
-        advantage_args=None,
-        policy_loss="importance_sampling",
-        policy_loss_args=None,
-        kl="none",
-        kl_penalty="none",
-    )
+def for_trainer(config: RunConfig, total_steps: int, micro_batch_tokens: int) -> RunConfig:
+    """The configuration with what the run has found out; without a reference and a critic where
+    nothing is trained."""
+    algorithm = config.algorithm
+    if config.mode == "explore":
+        parts = {"advantage_fn": "reinforce", "policy_loss_fn": "importance_sampling"}
+        algorithm = AlgorithmSection.model_validate(
+            {**parts, "kl_loss_fn": "none", "optimizer": algorithm.optimizer}
+        )
+    buffer = config.buffer.model_copy(update={"total_steps": total_steps})
+    trainer = config.trainer.model_copy(update={"max_token_len_per_gpu": micro_batch_tokens})
+    return config.model_copy(update={"algorithm": algorithm, "buffer": buffer, "trainer": trainer})
 
 
 def selection(config: RunConfig) -> Selection:
     """Which groups are trained on, and what their rewards become."""
     algorithm, extras = config.algorithm, config.tuner.algorithm
-    varied = ALGORITHMS[algorithm.algorithm_type].dynamic_sampling
-    advantage = ADVANTAGES[algorithm.advantage_fn]
-    longest = longest_answer(config)
+    varied = algorithm.row.dynamic_sampling
+    advantage = algorithm.advantage
+    longest = config.longest_answer
     overlong = None
     if extras.overlong_buffer is not None and longest is not None:
         overlong = Overlong(longest, extras.overlong_buffer, extras.overlong_penalty)
@@ -311,7 +255,7 @@ def build_stack(
             model, lora, model_path=path, seed=config.tuner.seed, checkpoint=weights
         )
     tokenizer = load_tokenizer(path)
-    settings = trainer_settings(config, 1, 1)
+    trained = for_trainer(config, 1, 1)
     auxiliary = AuxiliaryModels(kind)
     loaded = add_auxiliary_models(auxiliary, config, model.device, model.dtype, workers)
     context = context_length(config.model.max_model_len, model.config, "model.max_model_len")
@@ -326,8 +270,8 @@ def build_stack(
         config,
         model,
         context,
-        references=int(settings.uses_reference and adapter is None),
-        critics=int(settings.uses_critic),
+        references=int(trained.uses_reference and adapter is None),
+        critics=int(trained.algorithm.uses_critic),
         auxiliary=sum(
             p.numel() * p.element_size() for other, _ in loaded.values() for p in other.parameters()
         ),
@@ -397,21 +341,21 @@ def build_stack(
 def build_trainer(config: RunConfig, stack: Stack, *, total_steps: int) -> PolicyTrainer:
     """The trainer over the stack's model; its reference is always the model the run began with."""
     budget = micro_batch_tokens(config, stack.engine.capabilities.max_model_len)
-    settings = trainer_settings(config, total_steps, budget)
+    config = for_trainer(config, total_steps, budget)
     reference: Reference | None = None
-    if settings.uses_reference and stack.adapter is not None:
+    if config.uses_reference and stack.adapter is not None:
         reference = stack.adapter.reference()
-    elif settings.uses_reference and stack.engine.version > 0:
+    elif config.uses_reference and stack.engine.version > 0:
         reference = load_model(
             config.model.model_path, device=stack.model.device, dtype=stack.model.dtype
         )
     policy = stack.model if stack.adapter is None else stack.adapter.model
     return PolicyTrainer(
         policy,
-        settings,
+        config,
         reference=reference,
         grammars=stack.engine.grammars,
-        critic=_critic(config, stack) if settings.uses_critic else None,
+        critic=_critic(config, stack) if config.algorithm.uses_critic else None,
         teacher=stack.teacher,
     )
 

@@ -137,7 +137,7 @@ def open_trackers(
                 raise ConfigError(
                     f"monitor.monitor_type: {kind} could not be started: "
                     f"{type(error).__name__}: {' '.join(str(error).split())}; see "
-                    "monitor.monitor_args (docs/trackers.md)"
+                    "monitor.monitor_args (docs/looking.md)"
                 ) from error
             tracker.samples = samples
             opened.append(tracker)

@@ -1,7 +1,8 @@
-"""A long-lived gateway for agents that run elsewhere; rewards come later, weights with proof.
+"""A long-lived gateway for agents that run elsewhere; rewards arrive later, new weights are
+promoted by proof.
 
-The names are imported when they are first used: the command line knows this room, and needs neither
-HTTP clients nor what they answer with.
+Names are imported when first used: the command line imports this package, and needs neither HTTP
+clients nor their types.
 """
 
 from __future__ import annotations

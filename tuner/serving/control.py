@@ -1,4 +1,4 @@
-"""What can be asked of the control API, and who may: the bodies of requests, and what they do.
+"""Requests of the control API, what they do, and who may send them.
 
 `tuner/serving/control_routes.py` has the routes.
 """
@@ -38,20 +38,20 @@ _SHORT = Field(max_length=256)
 
 
 class Given(BaseModel):
-    """What a request's body is; an unknown field is refused by name."""
+    """The body of a request; unknown fields are rejected by name."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class Limits(Given):
-    """What a session may ask for; what is left out is as the configuration says."""
+    """Limits of a session; missing fields are taken from the configuration."""
 
     calls: int | None = Field(default=None, ge=1)
     tokens: int | None = Field(default=None, ge=1)
 
 
 class Sampling(Given):
-    """What requests of a session that do not say are sampled with."""
+    """Sampling settings for a session's requests that do not set them."""
 
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -60,7 +60,7 @@ class Sampling(Given):
 
 
 class OpenSession(Given):
-    """A session that begins."""
+    """A new session."""
 
     task: dict[str, Any] = Field(default_factory=dict)
     group: Annotated[str, _SHORT] | None = None
@@ -71,7 +71,7 @@ class OpenSession(Given):
 
 
 class GiveReward(Given):
-    """A reward, words, or both; to the session, or to one of its calls."""
+    """A reward, feedback, or both; for the session, or for one of its calls."""
 
     reward: FiniteFloat | None = Field(default=None, strict=True)
     feedback: str | None = None
@@ -85,13 +85,13 @@ class GiveReward(Given):
 
 
 class NewApplication(Given):
-    """An application that gets a key."""
+    """A new application, which gets a key."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
 
 
 class ApplicationInfo(BaseModel):
-    """An application, and when it was made, Unix seconds."""
+    """An application, and when it was created, Unix seconds."""
 
     name: str
     made: float
@@ -104,12 +104,12 @@ class Applications(BaseModel):
 
 
 class Models(Protocol):
-    """Which weights serve, and who decides."""
+    """Decides which weights serve."""
 
     def models(self) -> ServedModels: ...
 
     async def rollback(self) -> ServedModels:
-        """Let the weights before the last promotion serve.
+        """Serve the weights before the last promotion.
 
         Raises:
             RequestError: 409: nothing was promoted.
@@ -163,16 +163,15 @@ def call_info(stored: StoredCall) -> CallInfo:
 
 
 def new_application_key() -> str:
-    """A key for an application."""
     return f"sk-app-{secrets.token_urlsafe(24)}"
 
 
 def repeatable_session_key(caller: str, request: str) -> str:
-    """The key of a session that is opened with an idempotency key: whoever asks again gets the same
-    one, also from a server that was started again, and nothing of it need be stored.
+    """The key of a session that is opened with an idempotency key: a repeated request gets the same
+    key, also from a restarted server, without storing it.
 
     Args:
-        caller: The key that the request came with, which nobody else has.
+        caller: The key of the request, which nobody else has.
         request: The idempotency key.
     """
     made = hmac.digest(caller.encode(), f"session {request}".encode(), "sha256")
@@ -180,15 +179,15 @@ def repeatable_session_key(caller: str, request: str) -> str:
 
 
 class Control:
-    """What the routes of the control API do.
+    """Implementation of the control API.
 
     Args:
-        store: Where sessions are.
-        live: Those that are open.
-        keys, rates: Who asks, and how often.
-        models: Which weights serve.
-        metrics: What is counted.
-        failure: Why the engine answers no more, or None.
+        store: The stored sessions.
+        live: The open sessions.
+        keys, rates: Owners and rate limits of keys.
+        models: Decides which weights serve.
+        metrics: Counters.
+        failure: Why the engine no longer answers, or None.
     """
 
     def __init__(
@@ -207,7 +206,7 @@ class Control:
         self.models, self.metrics, self.failure = models, metrics, failure
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
-        """Who asks; raises RequestError 401 or 429."""
+        """The sender; raises RequestError 401 or 429."""
         caller = self.keys.caller(headers)
         self.rates.take(caller.key)
         return caller
@@ -222,10 +221,10 @@ class Control:
         return await asyncio.to_thread(beside)
 
     def session(self, caller: Caller, id_: str, *, own: bool = True) -> StoredSession:
-        """A session that the caller may see, and with `own` by the session's own key.
+        """A session that the caller may see; with `own`, also by the session's own key.
 
         Raises:
-            RequestError: 401: with the key of another session; 403: it may not; 404: there is none.
+            RequestError: 401: the key of another session; 403: not allowed; 404: there is none.
         """
         if caller.session is not None and caller.session != id_:
             raise unknown_key()
@@ -238,7 +237,7 @@ class Control:
         raise RequestError(f"there is no session {id_!r}", status=404, code="no_such_session")
 
     def open(self, caller: Caller, given: OpenSession, request: str | None) -> tuple[str, str]:
-        """Id and key of a new session, or of the one that was opened by the same request before."""
+        """Id and key of a new session, or of the one that the same request opened before."""
         if caller.session is not None:
             raise not_allowed("the key of an application, or the admin key")
         asked = given.model_dump(exclude_none=True)
@@ -252,8 +251,8 @@ class Control:
                 if self.store.opening(digest(key)) == opening:
                     return before.id, key
                 raise RequestError(
-                    "this Idempotency-Key has opened another session: send each request with one "
-                    "of its own",
+                    "this Idempotency-Key has opened another session: send each request with a "
+                    "new one",
                     status=409,
                     code="idempotency_key_reused",
                 )

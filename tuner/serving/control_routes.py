@@ -1,6 +1,6 @@
 """The control API under `/tuner/v1`: its routes, which FastAPI describes by OpenAPI.
 
-Nothing answers without a key but `/healthz`, and `/metrics` to this machine itself.
+Everything needs a key except `/healthz`, and `/metrics` from this machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tuner.traces.store import trace_line, trace_to_json
 
 
 class Problem(BaseModel):
-    """What is wrong with a request, and what to do; a word for programs; the field."""
+    """The problem with a request, and what to do; a code for programs; the field."""
 
     message: str
     code: str | None = None
@@ -49,13 +49,13 @@ class Refusal(BaseModel):
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": Refusal, "description": what}
     for status, what in {
-        401: "No key, one that nobody has, or that of another session.",
+        401: "The key is missing, unknown, or that of another session.",
         403: "The key may not do this.",
         404: "There is no such session, call or application.",
-        409: "It is in conflict with what is there.",
+        409: "It conflicts with the current state.",
         413: "The body is too large.",
-        422: "The request does not say what it must.",
-        429: "The key asks too often; `Retry-After` says when it may again.",
+        422: "The request is invalid.",
+        429: "The key is above its rate limit; `Retry-After` says when to retry.",
     }.items()
 }
 
@@ -102,7 +102,7 @@ async def open_session(
     request: Request,
     idempotency_key: Annotated[str | None, Header(max_length=256)] = None,
 ) -> Opened:
-    """Open a session: its key is the API key of one run of an agent, and is told here alone."""
+    """Open a session: its key is the API key of one run of an agent, and is returned only here."""
     id_, key = control.open(caller, given, idempotency_key)
     return Opened(id=id_, key=key, base_url=_base_url(request))
 
@@ -144,7 +144,7 @@ async def list_sessions(
 
 @router.get("/sessions/{id}")
 async def get_session(id: Id, control: Of, caller: Known) -> SessionInfo:
-    """A session as it is now."""
+    """A session's current state."""
     return session_info(control.store, control.session(caller, id))
 
 
@@ -158,14 +158,14 @@ async def get_calls(id: Id, control: Of, caller: Known) -> Calls:
 
 @router.post("/sessions/{id}/reward")
 async def give_reward(id: Id, given: GiveReward, control: Of, caller: Known) -> SessionInfo:
-    """Give a reward, words or both, to a session or one of its calls; the latest counts."""
+    """Give a reward, feedback or both to a session or one of its calls; the latest counts."""
     control.session(caller, id)
     try:
         control.store.reward(id, given.reward, given.feedback, given.call)
     except LookupError:
         raise RequestError(
-            f"session {id} has no call {given.call!r}: its id is that of the response and the "
-            "choice's index, as the list of calls has it",
+            f"session {id} has no call {given.call!r}: its id consists of the response's id and "
+            "the choice's index, as in the list of calls",
             status=404,
             code="no_such_call",
         ) from None
@@ -175,7 +175,8 @@ async def give_reward(id: Id, given: GiveReward, control: Of, caller: Known) -> 
 
 @router.post("/sessions/{id}/end")
 async def end_session(id: Id, control: Of, caller: Known) -> SessionInfo:
-    """Seal a session: it takes no more calls, but rewards still. Again changes nothing."""
+    """Seal a session: it accepts no more calls, but still accepts rewards. Repeating it changes
+    nothing."""
     control.session(caller, id)
     control.live.end(id)
     return session_info(control.store, control.store.session(id))
@@ -183,7 +184,7 @@ async def end_session(id: Id, control: Of, caller: Known) -> SessionInfo:
 
 @router.get("/sessions/{id}/export", response_model=dict[str, Any])
 async def export_session(id: Id, control: Of, caller: Known) -> Response:
-    """A session as a trace, in the form in which runs store theirs."""
+    """A session as a trace, in the format of a run's traces."""
     control.session(caller, id, own=False)
     line = await control.read(lambda store: trace_line(trace_to_json(store.trace(id))))
     return Response(line, media_type="application/json")
@@ -198,11 +199,11 @@ async def delete_session(id: Id, control: Of, caller: Known) -> None:
 
 @router.post("/applications", status_code=201)
 async def add_application(given: NewApplication, control: Of, _: Administrator) -> ApplicationKey:
-    """Give an application a key, which is told here alone."""
+    """Create a key for an application; it is returned only here."""
     key = new_application_key()
     if not control.store.add_application(given.name, digest(key)):
         raise RequestError(
-            f"there is an application {given.name!r}: give another name, or delete it first",
+            f"application {given.name!r} already exists: choose another name, or delete it first",
             status=409,
             code="application_exists",
         )
@@ -218,7 +219,7 @@ async def list_applications(control: Of, _: Administrator) -> Applications:
 
 @router.delete("/applications/{name}", status_code=204)
 async def delete_application(name: Name, control: Of, _: Administrator) -> None:
-    """Take an application's key out of service; its sessions stay."""
+    """Invalidate an application's key; its sessions stay."""
     if not control.store.delete_application(name):
         raise RequestError(
             f"there is no application {name!r}", status=404, code="no_such_application"
@@ -227,27 +228,26 @@ async def delete_application(name: Name, control: Of, _: Administrator) -> None:
 
 @router.get("/models")
 async def get_models(control: Of, _: Administrator) -> ServedModels:
-    """Which weights serve, what is compared with them, and what was decided before."""
+    """The serving weights, the candidate, and earlier decisions."""
     return control.models.models()
 
 
 @router.post("/rollback")
 async def roll_back(control: Of, _: Administrator) -> ServedModels:
-    """Let the weights before the last promotion serve again."""
+    """Serve the weights before the last promotion again."""
     return await control.models.rollback()
 
 
 @router.get("/openapi.json", include_in_schema=False)
 async def openapi(request: Request, _: Known) -> dict[str, Any]:
-    """This API's description."""
+    """This API's OpenAPI description."""
     described: dict[str, Any] = request.app.openapi()
     return described
 
 
 @beside.get("/healthz")
 async def health(control: Of, response: Response) -> dict[str, str]:
-    """Whether the server answers: 503 where its engine does not any more, and it must be started
-    again."""
+    """Whether the server works: 503 if its engine has failed and it must be restarted."""
     if control.failure() is None:
         return {"status": "ok"}
     response.status_code = 503
@@ -256,7 +256,7 @@ async def health(control: Of, response: Response) -> dict[str, str]:
 
 @beside.get("/metrics", include_in_schema=False)
 async def metrics(request: Request, control: Of) -> Response:
-    """Numbers for Prometheus."""
+    """Metrics for Prometheus."""
     if not _is_this_machine(request) and control.caller(request.headers).kind != "admin":
         raise not_allowed("the admin key")
     content, media_type = await control.read(control.metrics.text)
@@ -272,7 +272,7 @@ def _is_this_machine(request: Request) -> bool:
 
 
 def _base_url(request: Request) -> str:
-    """Where the caller finds the gateway, by the name that it asked for."""
+    """The gateway's URL for the caller, by the host name that it used."""
     scheme = "https" if request.headers.get("x-forwarded-proto") == "https" else "http"
     return f"{scheme}://{request.headers.get('host', 'localhost')}/v1"
 

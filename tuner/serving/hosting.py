@@ -1,10 +1,10 @@
 """`tuner serve`: engine, gateway, store and control API in one process, from start to end.
 
-    request ──▶ door ──▶ /v1/...        Front ──▶ Gateway ──▶ engine
-                  │                       └──▶ LiveSessions ──▶ store (a file beside the run)
+    request ──▶ port ──▶ /v1/...        Front ──▶ Gateway ──▶ engine
+                  │                       └──▶ LiveSessions ──▶ store (a file in the run directory)
                   └────▶ /tuner/v1/...  control API ──┘
 
-What the process has in memory can be lost at any moment: it is made again from the store.
+What the process has in memory may be lost at any moment: it is restored from the store.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from tuner.traces.store import SERVED
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE = 10  # seconds that answers in flight have when the server ends
+_PATIENCE = 10  # seconds that requests in flight get when the server ends
 _REPLIES_SECONDS = 86400.0
 _TIDY_SECONDS = 5.0
 
 
 class ServedFromTheStart:
-    """The weights that a server which does not learn has begun with."""
+    """The initial weights of a server that does not learn."""
 
     def __init__(self, version: int) -> None:
         self._serving = {"version": version, "since": time.time()}
@@ -56,7 +56,7 @@ class ServedFromTheStart:
 
     async def rollback(self) -> ServedModels:
         raise RequestError(
-            "nothing was promoted, so there is nothing to go back to",
+            "nothing was promoted, so there is nothing to roll back to",
             status=409,
             code="nothing_promoted",
         )
@@ -64,17 +64,17 @@ class ServedFromTheStart:
 
 @dataclass
 class Server:
-    """The parts of a server that runs.
+    """The parts of a running server.
 
     Attributes:
         config: The effective configuration.
-        directory: The run's.
+        directory: The run directory.
         stack: Engine and gateway.
-        store: What it keeps; changed in the event loop alone.
+        store: Its database; changed only in the event loop.
         live: Its open sessions.
-        models: Which weights serve; who trains beside puts its own here before the door opens.
-        admin_key: The admin's.
-        door: Where it is found; there once it is open.
+        models: Decides which weights serve; a learner replaces it before the port opens.
+        admin_key: The admin's key.
+        door: The HTTP server, once it is open.
     """
 
     config: RunConfig
@@ -101,13 +101,13 @@ class Server:
         return control_app(control)
 
     async def tidy(self) -> None:
-        """End idle sessions, delete old ones and old replies, let go of those that rest."""
+        """End idle sessions, delete old ones and old replies, drop resting ones from memory."""
         settings, now = self.config.tuner.serving, time.time()
         if settings.idle_minutes is not None:
             for id_ in self.store.idle(now - 60 * settings.idle_minutes):
                 if not self.live.busy(id_):
                     self.live.end(id_)
-                await asyncio.sleep(0)  # others have their turn between two of many
+                await asyncio.sleep(0)  # let other tasks run between two sessions
         if settings.keep_days is not None:
             for id_ in self.store.expired(now - 86400 * settings.keep_days):
                 self.live.delete(id_)
@@ -118,7 +118,7 @@ class Server:
 
 
 Beside = Callable[[Server], AbstractAsyncContextManager[None]]
-"""What goes on beside a server from before its door opens until it has closed."""
+"""Runs next to a server from before its port opens until it has closed."""
 
 
 def serve(
@@ -135,13 +135,13 @@ def serve(
 
     Args:
         config: The effective configuration, with a model.
-        host, port: Where; port 0 takes a free one.
-        announce: Is told when the door is open.
-        workflow, judge: For what rolls out beside; else None.
-        beside: What goes on meanwhile.
+        host, port: Address; port 0 takes a free one.
+        announce: Called when the port is open.
+        workflow, judge: For evaluations next to the server; else None.
+        beside: Runs meanwhile.
 
     Raises:
-        ConfigError: The run directory is in use, the port is, or the host needs an admin key.
+        ConfigError: The run directory or the port is in use, or the host needs an admin key.
         ModelLoadError, MissingDependencyError: As `build_stack`.
         TunerError: The store is damaged, or of another version.
     """
@@ -173,22 +173,22 @@ def serve(
 
 
 def admin_key_for(config: RunConfig, host: str) -> str:
-    """The admin key: the environment's, or on loopback one that is made for this start.
+    """The admin key: from the environment, or on loopback one generated for this start.
 
     Raises:
-        ConfigError: The host is not loopback, and there is none; or it cannot be one.
+        ConfigError: The host is not loopback and there is no key, or the key is invalid.
     """
     name = config.tuner.serving.admin_key_env
     found = os.environ.get(name, "").strip()
     if not found and not (host in ("localhost", "::1") or host.startswith("127.")):
         raise ConfigError(
-            f"--host is {host}, which others can reach, and the environment variable {name} "
+            f"--host is {host}, which other machines can reach, and the variable {name} "
             "(tuner.serving.admin_key_env) is not set: set it to a long random key"
         )
     if "." in found or not found.isascii():
         raise ConfigError(
-            f"the environment variable {name} holds a key with a dot or with other letters than "
-            "ASCII: behind a dot stands a role; take another"
+            f"the environment variable {name} holds a key with a dot or non-ASCII characters: a "
+            "dot separates the role; use another key"
         )
     return found or f"sk-admin-{secrets.token_urlsafe(24)}"
 
@@ -205,7 +205,7 @@ async def running(
     judge: Callable[..., Any] | None = None,
     beside: Beside | None = None,
 ) -> AsyncIterator[Server]:
-    """A server that answers while the block runs; the directory is the caller's alone.
+    """A server that answers while the block runs; the caller owns the directory.
 
     Raises:
         As `serve`.
@@ -214,7 +214,7 @@ async def running(
     redact = settings.redact and load_function(settings.redact, setting="tuner.serving.redact")
     store = ServingStore(directory.path / SERVED)
     try:
-        # What learns beside puts what serves in its place before the door opens.
+        # A learner replaces it before the port opens.
         weights = None if beside is not None else weights_to_serve(directory, store)
         stack = build_stack(
             config,
@@ -229,14 +229,14 @@ async def running(
             async with goes_on, _open(server, host, port):
                 yield server
         finally:
-            await stack.aclose()  # what is in flight is stored as undelivered
+            await stack.aclose()  # calls in flight are stored as undelivered
     finally:
         store.close()
 
 
 def weights_to_serve(directory: RunDirectory, store: ServingStore) -> Path | None:
-    """The checkpoint that a server promoted last, else the run's newest that is sound, or None:
-    then the configuration's model serves."""
+    """The checkpoint that a server last promoted, else the run's newest valid one, or None: then
+    the configuration's model serves."""
     promoted = promoted_versions(store)
     if promoted:
         return directory.checkpoint(promoted[-1])
@@ -253,7 +253,7 @@ def _assembled(
     redact: Any,
 ) -> Server:
     gateway, path = stack.gateway, config.model.model_path
-    # Not the folder, which is nobody's business and which clients would have to know.
+    # Not the folder: it is private, and clients would have to know it.
     gateway.service = replace(gateway.service, model_name=Path(path).name)
     model = config.model
     metrics = Metrics(lambda: stack.engine.version, lambda: live.count)
@@ -278,7 +278,7 @@ def _assembled(
 
 @asynccontextmanager
 async def _open(server: Server, host: str, port: int) -> AsyncIterator[None]:
-    """While the block runs the door is open."""
+    """Keep the port open while the block runs."""
     settings = server.config.tuner.serving
     keys = Keys(server.store, server.admin_key)
     rates = Rates(settings.requests_per_minute)
@@ -316,7 +316,7 @@ async def _tidying(server: Server) -> None:
         await asyncio.sleep(_TIDY_SECONDS)
         try:
             await server.tidy()
-        except Exception:  # a full disk, say: the next time may do
+        except Exception:  # e.g. a full disk: the next attempt may succeed
             logger.exception("the store could not be tidied")
 
 
@@ -329,6 +329,6 @@ async def _until_stopped(
             loop.add_signal_handler(number, stopped.set)
         announce(running)
         await stopped.wait()
-        for number in (signal.SIGINT, signal.SIGTERM):  # a second one does not wait
+        for number in (signal.SIGINT, signal.SIGTERM):  # a second signal does not wait
             with suppress(ValueError):
                 loop.remove_signal_handler(number)

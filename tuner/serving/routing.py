@@ -1,10 +1,10 @@
-"""The sessions that are open in this process, and which of them a request belongs to.
+"""Open sessions in this process, and finding the session that a request belongs to.
 
-A request with a session's key is that session's. One with an application's key belongs to the
-session that its header names; else to the one that it was sent to before, if it is sent again
-(`Idempotency-Key`); else to the one whose response it goes on from (`previous_response_id`); else
-to the one whose recorded conversation it continues; else a new session begins, which is in the
-store with its first call and not before: what is refused leaves nothing.
+A request with a session's key belongs to that session. One with an application's key belongs to the
+session named in its header; else to the session of an earlier request with the same
+`Idempotency-Key`; else to the one whose response it continues (`previous_response_id`); else to the
+one whose recorded conversation it continues; else a new session begins, which is stored with its
+first call and not before: a rejected request leaves nothing.
 """
 
 from __future__ import annotations
@@ -52,36 +52,36 @@ from tuner.serving.serving_store import (
 from tuner.traces import Call
 
 RESTING_SECONDS = 600.0
-"""How long a session is kept in memory without a request; it is made again when one comes."""
+"""How long a session without requests stays in memory; it is restored when one arrives."""
 _ID = re.compile(r"s-[0-9a-f]{24}")
-_ROUTED = 100_000  # requests that are known again when they are repeated
+_ROUTED = 100_000  # number of requests that are recognised when they are repeated
 
 
 def new_id() -> str:
-    """The id of a session that begins: later ones sort after it."""
+    """The id of a new session; later ids sort after earlier ones."""
     return f"s-{time.time_ns():016x}{secrets.token_hex(4)}"
 
 
 def new_session_key() -> str:
-    """A key for a session, as the gateway's are: no dot is in it, behind which a role stands."""
+    """A session key without a dot, which separates the role."""
     return f"sk-tuner-{secrets.token_urlsafe(24)}"
 
 
 class Onlooker(Protocol):
-    """Who learns from sessions, and decides which weights each is answered with."""
+    """Learns from sessions, and decides which weights answer each."""
 
     def placed(self, session: Session, *, new: bool) -> None:
-        """A session was made, or made again; `new`: it has no call yet."""
+        """A session was created or restored; `new`: it has no call yet."""
         ...
 
     def noted(self, session_id: str) -> None:
-        """A call of a session is in the store."""
+        """A call of a session was stored."""
         ...
 
 
 @dataclass
 class _Live:
-    """A session in memory, what it is written through, and when it was last asked (monotonic)."""
+    """A session in memory, its sink, and the time of its last request (monotonic)."""
 
     session: Session
     sink: SessionSink
@@ -92,16 +92,16 @@ class LiveSessions:
     """The sessions of a server.
 
     Args:
-        gateway: Where they are open.
-        store: Where they stay.
-        names: What requests may give as `model` besides the gateway's name for it.
+        gateway: Serves them.
+        store: Stores them.
+        names: Accepted values of `model` besides the gateway's name for it.
         defaults, limits: Of sessions that are opened without any.
         header: The header in which applications name sessions.
-        redact: What is stored of messages; None is all.
-        noted: Is told of what was committed.
+        redact: Which parts of messages are stored; None for all.
+        noted: Called with what was committed.
 
     Attributes:
-        onlooker: Who learns beside, or None.
+        onlooker: The learner, or None.
     """
 
     def __init__(
@@ -130,24 +130,24 @@ class LiveSessions:
         self._routed: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._restoring: dict[str, asyncio.Task[_Live]] = {}
         self.reader = gateway.open_session("reader", recorded=False)
-        """Reads requests, and answers what belongs to no session; nothing is sampled in it."""
+        """Parses requests, and answers those of no session; nothing is sampled in it."""
         self.reader.other_names = names
 
     @property
     def count(self) -> int:
-        """How many are in memory."""
+        """Number of sessions in memory."""
         return len(self._live)
 
     def open(self, id_: str, *, key: str, **given: Any) -> StoredSession:
-        """A new session in the store; it is made when its key comes. See `ServingStore.open`."""
+        """Store a new session; it is loaded when its key is used. See `ServingStore.open`."""
         return self._store.open(id_, key=digest(key), seed=secrets.randbits(63), **given)
 
     async def of_id(self, id_: str) -> Session:
-        """An open session, made again where the process does not know it.
+        """An open session, restored if the process does not know it.
 
         Raises:
             RequestError: 401: it has ended.
-            LookupError: There is none of this id.
+            LookupError: There is no session with this id.
         """
         live = self._live.get(id_)
         if live is None:
@@ -165,7 +165,7 @@ class LiveSessions:
     async def of_application(
         self, application: str, path: str, headers: Mapping[str, str], body: bytes
     ) -> Session:
-        """The session of an application that a request belongs to, which may be a new one.
+        """The session of an application that a request belongs to, possibly a new one.
 
         Raises:
             RequestError: 401, 404: it names a session that has ended, or is not the application's.
@@ -188,7 +188,7 @@ class LiveSessions:
         return session
 
     def _of_name(self, application: str, name: str) -> str | None:
-        """The session that an application calls so, or whose id it is."""
+        """The session with this name of the application, or with this id."""
         if not _ID.fullmatch(name):
             known = self._store.session_of_name(application, name)
             return known or self._named.get((application, name))
@@ -202,14 +202,14 @@ class LiveSessions:
             except LookupError:
                 pass
         raise RequestError(
-            f"the header {self._header} names session {name!r}, and this application has none of "
-            "this id: send a name of your own for a new session",
+            f"the header {self._header} names session {name!r}, and this application has no "
+            "session with this id: send your own name to open a new session",
             status=404,
             code="no_such_session",
         )
 
     def _of_repeated(self, application: str, request: str) -> str | None:
-        """The open session that a request with this idempotency key was sent to before."""
+        """The open session of an earlier request with this idempotency key."""
         found = self._routed.get((application, request))
         found = found or self._store.session_of_request(application, request)
         return found if found is not None and self._is_open(found) else None
@@ -223,7 +223,7 @@ class LiveSessions:
             return False
 
     def _of_words(self, application: str, path: str, body: bytes) -> str | None:
-        """The session that a request goes on from, by the response that it names or its words."""
+        """The session that a request continues, by its previous response or its messages."""
         previous = _previous_response(body) if path == "/v1/responses" else None
         if previous is not None:
             found = self._store.session_of_response(application, previous)
@@ -231,7 +231,7 @@ class LiveSessions:
         try:
             exchange = EXCHANGES[path](self.reader, None, body)
         except RequestError:
-            return None  # the session that begins is told why
+            return None  # the new session reports the reason
         messages = exchange.completion.request.messages
         if self._redact is not None:
             messages = redact_messages(self._redact, messages)
@@ -241,14 +241,14 @@ class LiveSessions:
         return None
 
     def _of_unstored(self, application: str, response: str) -> str | None:
-        """The session that keeps a response in memory alone."""
+        """The session that keeps a response only in memory."""
         for id_, live in self._live.items():
             if live.sink.application == application and response in iter(live.session.responses):
                 return id_
         return None
 
     def _begun(self, application: str, name: str | None) -> Session:
-        """A new session, which is in the store when it has a call."""
+        """A new session, which is stored when it has a call."""
         id_, key, seed = new_id(), new_session_key(), secrets.randbits(63)
 
         def opening() -> None:
@@ -261,7 +261,7 @@ class LiveSessions:
         return live.session
 
     async def _restored(self, stored: StoredSession) -> _Live:
-        """A session of the store; its calls are read and rendered in another thread."""
+        """Restore a session from the store; its calls are read and rendered in another thread."""
         calls: list[Call] = []
         conversations = None
         if stored.calls:
@@ -281,7 +281,7 @@ class LiveSessions:
             stored.id,
             stored.application,
             new_session_key(),
-            # Of redacted calls it is not known what they asked: no seed and no id comes again.
+            # What redacted calls asked is unknown: no seed and no id may repeat.
             (stored.seed + stored.redacted) % 2**63,
             sampling=stored.sampling,
             limits=stored.limits,
@@ -334,20 +334,20 @@ class LiveSessions:
             self.onlooker.noted(noted.session)
 
     def end(self, id_: str) -> None:
-        """Seal a session: what is in flight is cut off and stored, and nothing is taken any more.
+        """Seal a session: requests in flight are cut off and stored, and no more are accepted.
 
         Raises:
-            LookupError: There is none of this id.
+            LookupError: There is no session with this id.
         """
         self._store.session(id_)
         self._leave(id_)
         self._store.end(id_)
 
     def delete(self, id_: str) -> None:
-        """Delete a session with all that belongs to it.
+        """Delete a session with everything that belongs to it.
 
         Raises:
-            LookupError: There is none of this id.
+            LookupError: There is no session with this id.
         """
         self._store.session(id_)
         if (live := self._live.get(id_)) is not None:
@@ -363,7 +363,7 @@ class LiveSessions:
         return bool(session.recording.carried or session.replays or session.in_flight.tasks)
 
     def rest(self) -> None:
-        """Let go of the sessions that were not asked for long; those in flight stay."""
+        """Drop sessions without recent requests from memory, unless one is in flight."""
         since = time.monotonic() - RESTING_SECONDS
         for id_, live in list(self._live.items()):
             if live.asked < since and not self.busy(id_):
@@ -383,9 +383,9 @@ def _previous_response(body: bytes) -> str | None:
     return found if isinstance(found, str) else None
 
 
-# What a server says of itself: metrics for Prometheus, and a line of JSON for each request.
+# A server's metrics for Prometheus, and its log: a line of JSON for each request.
 #
-# Neither holds anything of what was asked or answered, nor a key. Sessions are named by their ids.
+# Neither contains anything of requests or answers, or a key. Sessions are named by their ids.
 
 
 _KNOWN = {*EXCHANGES, COUNT_TOKENS, "/v1/models"}
@@ -394,11 +394,11 @@ _log = logging.getLogger("tuner.serving.requests")
 
 
 class Metrics:
-    """The numbers of one server.
+    """The metrics of one server.
 
     Args:
-        version: Which weights are serving.
-        live: How many sessions are in memory.
+        version: The version of the serving weights.
+        live: Number of sessions in memory.
     """
 
     def __init__(self, version: Callable[[], int], live: Callable[[], int]) -> None:
@@ -410,7 +410,7 @@ class Metrics:
         def gauge(name: str, what: str, *labels: str) -> Gauge:
             return Gauge(f"tuner_{name}", what, labels, registry=registry)
 
-        self.requests = counted("requests", "Requests, by path and status.", "path", "status")
+        self.requests = counted("requests", "Requests by path and status.", "path", "status")
         self.seconds = Histogram(
             "tuner_request_seconds",
             "Time until an answer, or a stream's beginning, by path.",
@@ -418,30 +418,30 @@ class Metrics:
             buckets=_SECONDS,
             registry=registry,
         )
-        self.calls = counted("calls", "Calls that were recorded, by kind.", "kind")
-        self.tokens = counted("sampled_tokens", "Sampled tokens that were recorded.")
-        self.rewards = counted("rewards", "Rewards that were given, to what.", "to")
+        self.calls = counted("calls", "Recorded calls by kind.", "kind")
+        self.tokens = counted("sampled_tokens", "Recorded sampled tokens.")
+        self.rewards = counted("rewards", "Rewards by target.", "to")
         self._sessions = gauge("sessions", "Sessions in the store, by state.", "state")
         self._unjudged = gauge("sessions_unjudged", "Sessions in the store without a reward.")
-        self._untrained = gauge("sessions_untrained", "Judged ones that no update has trained.")
+        self._untrained = gauge("sessions_untrained", "Judged sessions that are not trained yet.")
         self._bytes = gauge("store_bytes", "Size of the store's file.")
         gauge("sessions_in_memory", "Sessions in memory.").set_function(live)
         self._gauge = gauge
         self._of_request = cache(self._labelled)
-        gauge("weights_version", "Version of the weights that serve.").set_function(version)
+        gauge("weights_version", "Version of the serving weights.").set_function(version)
 
     def learns(self, updates: Callable[[], int], failed: Callable[[], bool]) -> None:
-        """Somebody learns beside.
+        """Add the metrics of a learner.
 
         Args:
-            updates: How many were made.
-            failed: Whether nothing is learned any more.
+            updates: Number of updates.
+            failed: Whether learning has stopped with an error.
         """
-        self._gauge("updates", "Updates that were made.").set_function(updates)
-        self._gauge("learning_failed", "1 where nothing is learned any more.").set_function(failed)
+        self._gauge("updates", "Updates made.").set_function(updates)
+        self._gauge("learning_failed", "1 if learning has stopped.").set_function(failed)
 
     def request(self, path: str, status: int, seconds: float) -> None:
-        """A request to the gateway has got an answer, or its stream has begun."""
+        """A request to the gateway was answered, or its stream has begun."""
         requests, spent = self._of_request(path if path in _KNOWN else "other", status)
         requests.inc()
         spent.observe(seconds)
@@ -457,7 +457,7 @@ class Metrics:
             self.tokens.inc(call.usage.output_tokens)
 
     def text(self, store: ServingStore) -> tuple[bytes, str]:
-        """All of it as Prometheus reads it, and its media type; in any thread that may read."""
+        """All metrics in Prometheus' text format, and its media type; thread-safe for reading."""
         ((ended, unjudged, untrained, total),) = store.ask(
             "SELECT (SELECT COUNT(*) FROM sessions WHERE ended IS NOT NULL), "
             "(SELECT COUNT(*) FROM sessions WHERE NOT judged), "
@@ -475,24 +475,24 @@ class Metrics:
 def log_request(
     method: str, path: str, status: int, seconds: float, *, session: str | None, who: str
 ) -> None:
-    """Write the line of a request.
+    """Log a request.
 
     Args:
         seconds: Until the answer, or the beginning of its stream.
-        session: Its id, where one is known.
-        who: Whose key it came with.
+        session: Its id, if known.
+        who: Owner of the key.
     """
     if _log.isEnabledFor(logging.INFO):
         said = {"method": method, "path": path, "status": status, "ms": round(1000 * seconds, 2)}
-        # Made here: a logger looks for who called it, and this is always the same.
+        # Created here: a logger would look up its caller, which is always the same.
         record = logging.LogRecord(_log.name, logging.INFO, __file__, 0, "request", None, None)
         record.__dict__["said"] = {**said, "session": session, "who": who}
         _log.handle(record)
 
 
 class JsonLines(logging.Formatter):
-    """A line of JSON for each record. Of an error its type and its place, and not its words, which
-    may repeat what was asked."""
+    """A line of JSON for each record. For an error its type and place, not its message, which may
+    repeat the request."""
 
     def format(self, record: logging.LogRecord) -> str:
         said: dict[str, Any] = {
@@ -511,7 +511,7 @@ class JsonLines(logging.Formatter):
 
 
 def log_as_json() -> None:
-    """Let what `tuner` and its HTTP server log be lines of JSON on the standard error."""
+    """Log `tuner` and its HTTP server as lines of JSON on standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     for name in ("tuner", "uvicorn"):
@@ -520,28 +520,28 @@ def log_as_json() -> None:
     logging.getLogger("tuner").setLevel(logging.INFO)
 
 
-# What the door of a server leads to: a request by its key to its session, and to the gateway.
+# Handling of requests on a server's port: by key to the session, and to the gateway.
 #
-# Whose the key is: the admin's, an application's or a session's; and how often it may ask.
+# A key belongs to the admin, an application or a session, and has a rate limit.
 
 
 logger = logging.getLogger(__name__)
 
 _GONE = 499  # the client left before there was an answer; nobody gets this
-_AFTER_THE_END = 0.05  # seconds until a request of an ended session is refused
+_AFTER_THE_END = 0.05  # seconds until a request of an ended session is rejected
 _BURST_SECONDS = 10
-_REMEMBERED = 100_000  # keys whose last requests are known
+_REMEMBERED = 100_000  # number of keys whose last requests are remembered
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who sent a request.
+    """The sender of a request.
 
     Attributes:
-        kind: Whose key it came with.
+        kind: Owner of its key.
         key: The key itself, without a role.
-        application: The application's name, where it is one.
-        session: The session's id, where it is one.
+        application: The application's name, if it is one.
+        session: The session's id, if it is one.
     """
 
     kind: Literal["admin", "application", "session"]
@@ -551,9 +551,9 @@ class Caller:
 
 
 def unknown_key() -> RequestError:
-    """The refusal of a request whose key is nobody's, or has no right to what is asked for."""
+    """Rejection of a request whose key is unknown, or has no access to what is requested."""
     return RequestError(
-        "the API key opens nothing here: give that of a session or of an application as "
+        "the API key is not valid here: send that of a session or of an application as "
         "`Authorization: Bearer KEY`",
         status=401,
         code="invalid_api_key",
@@ -561,20 +561,21 @@ def unknown_key() -> RequestError:
 
 
 def not_allowed(needed: str) -> RequestError:
-    """The refusal of a key that is known, and may not do this."""
+    """Rejection of a known key that may not do this."""
     return RequestError(f"this needs {needed}", status=403, code="not_allowed")
 
 
 class TooOften(RequestError):
-    """A request that came too soon.
+    """A request above the rate limit.
 
     Attributes:
-        headers: Say when it may come again.
+        headers: When it may be repeated.
     """
 
     def __init__(self, seconds: float) -> None:
         super().__init__(
-            f"this key asks too often (tuner.serving.requests_per_minute): wait {seconds:.1f} s",
+            f"this key is above its rate limit (tuner.serving.requests_per_minute): wait "
+            f"{seconds:.1f} s",
             status=429,
             code="rate_limit_exceeded",
         )
@@ -582,25 +583,25 @@ class TooOften(RequestError):
 
 
 class Keys:
-    """Tells whose a key is.
+    """Finds the owner of a key.
 
     Args:
-        store: Where digests of the keys are.
+        store: Holds digests of the keys.
         admin: The admin key.
     """
 
     def __init__(self, store: ServingStore, admin: str) -> None:
         self._store = store
         self._admin = digest(admin)
-        # Whose keys the store knew, by their digests, and when: see `ServingStore.owners`.
+        # Owners of recently used keys, by digest, with the time: see `ServingStore.owners`.
         self._known: dict[bytes, tuple[str | None, str | None]] = {}
         self._as_of = store.owners
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
-        """Who sent a request with these headers, by lower-case name.
+        """The sender of a request with these headers, by lower-case name.
 
         Raises:
-            RequestError: 401: nobody who is known.
+            RequestError: 401: the key is unknown.
         """
         key, _ = presented_key(headers)
         if not key:
@@ -616,8 +617,8 @@ class Keys:
         raise unknown_key()
 
     def _owner(self, key: bytes) -> tuple[str | None, str | None]:
-        """The application, or the session, whose key has this digest; of the last keys that were
-        found, the store is not asked again."""
+        """The application, or the session, whose key has this digest; recently found keys are
+        cached."""
         if self._as_of != self._store.owners or len(self._known) > _REMEMBERED:
             self._known.clear()
             self._as_of = self._store.owners
@@ -631,10 +632,10 @@ class Keys:
 
 
 class Rates:
-    """How often each key asks: a bucket of requests that fills by so many in a minute.
+    """Rate limit of each key: a bucket of requests that fills by a fixed number a minute.
 
     Args:
-        per_minute: Requests with one key in a minute; None is any number.
+        per_minute: Requests with one key in a minute; None for no limit.
     """
 
     def __init__(self, per_minute: int | None) -> None:
@@ -646,7 +647,7 @@ class Rates:
         """Count a request with a key.
 
         Raises:
-            TooOften: There is no room for it.
+            TooOften: The key is above its rate limit.
         """
         if self._per_second is None:
             return
@@ -662,14 +663,14 @@ class Rates:
 
 
 class Front:
-    """What the door leads to: finds the session of a request, and lets the gateway answer it.
+    """Finds the session of a request, and lets the gateway answer it.
 
     Args:
-        gateway: Where sessions are open.
+        gateway: Serves sessions.
         live: Finds them.
-        keys, rates: Who asks, and how often.
-        metrics: What is counted.
-        header: In which answers say their session.
+        keys, rates: Owners and rate limits of keys.
+        metrics: Counters.
+        header: The header in which answers name their session.
         log: Whether each request is logged.
     """
 
@@ -691,7 +692,7 @@ class Front:
     async def handle(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes
     ) -> Reply | StreamReply:
-        """As `Gateway.handle`, for keys of the store's sessions and applications."""
+        """See `Gateway.handle`, for keys of the store's sessions and applications."""
         begun, who, status = time.perf_counter(), "nobody", _GONE
         session: Session | None = None
         reply: Reply | StreamReply
@@ -706,7 +707,8 @@ class Front:
                 reply = replace(reply, headers=said)
             status = reply.status if isinstance(reply, Reply) else 200
         except RequestError as error:
-            if error.code == "session_sealed":  # agents that go on regardless, in a loop
+            # slow down agents that keep sending requests in a loop
+            if error.code == "session_sealed":
                 await asyncio.sleep(_AFTER_THE_END)
             reply = self.refusal(path, headers, error)
             status = error.status
@@ -716,7 +718,7 @@ class Front:
             reply = self.refusal(path, headers, failed)
             status = reply.status
         finally:
-            # Once the answer is sent, which waits for none of this.
+            # After the answer is sent, which does not wait for this.
             of = None if session is None or session is self._live.reader else session.id
             seconds = time.perf_counter() - begun
             loop = asyncio.get_running_loop()
@@ -731,22 +733,22 @@ class Front:
             log_request(method, path, status, seconds, session=session, who=who)
 
     def refusal(self, path: str, headers: Mapping[str, str], error: RequestError) -> Reply:
-        """As `Gateway.refusal`; the control API's errors are OpenAI's."""
+        """See `Gateway.refusal`; errors of the control API have OpenAI's form."""
         if not path.startswith("/v1/"):
             return Reply(error.status, error.body())
         reply = self._gateway.refusal(path, headers, error)
         return replace(reply, headers=getattr(error, "headers", ()))
 
     def check_not_stuck(self, headers: Mapping[str, str]) -> None:
-        """As `Gateway.check_not_stuck`: here nobody keeps the event loop."""
+        """See `Gateway.check_not_stuck`: nothing blocks the event loop here."""
 
     async def _session(
         self, caller: Caller, method: str, path: str, headers: Mapping[str, str], body: bytes
     ) -> Session:
-        """The session that a request belongs to; the reader for what belongs to none.
+        """The session that a request belongs to; the reader for requests that belong to none.
 
-        Counts that an application asks for belong to none: they are without the reasoning that
-        `tuner.reasoning = keep` would put back.
+        An application's requests to count tokens belong to none: they do not include reasoning that
+        `tuner.reasoning = keep` would restore.
         """
         path = served_path(path)
         try:
@@ -757,7 +759,7 @@ class Front:
             if caller.application is None:
                 raise not_allowed("the key of a session or an application: open a session")
             return await self._live.of_application(caller.application, path, headers, body)
-        except LookupError:  # it was deleted this moment
+        except LookupError:  # it was just deleted
             raise unknown_key() from None
 
 

@@ -22,25 +22,25 @@ from tuner.config.source import DATA_FILES, path_or_name
 from tuner.errors import ConfigError, DatasetError
 from tuner.tasks.functions import shown, text_of
 
-# Rows that are read when a step takes them, of datasets that memory would not hold.
+# Rows read when a step takes them, for datasets that do not fit in memory.
 
 
 IN_MEMORY = 64 << 20
-"""Bytes up to which a dataset is read at once."""
+"""Datasets of at most this many bytes are read at once."""
 _ALL = 100_000
 _SAMPLE = 1_000
 _KEPT = 8_192
-"""Rows of a stream that can be asked for again without beginning anew."""
+"""Number of stream rows that can be read again without restarting the stream."""
 
 Row: TypeAlias = dict[str, Any]
 
 
 class LazyRows(Sequence[Row]):
-    """Rows by their number, which are not in memory."""
+    """Rows by number, not kept in memory."""
 
     @abstractmethod
     def row(self, index: int) -> Row:
-        """The row of a number from 0; raises DatasetError where it cannot be read."""
+        """The row with a number from 0; raises DatasetError if it cannot be read."""
 
     @overload
     def __getitem__(self, index: int) -> Row: ...
@@ -55,7 +55,7 @@ class LazyRows(Sequence[Row]):
         return self.row(place)
 
     def sample(self) -> Iterable[Row]:
-        """Rows that tell this dataset from others: of very many some, with how many there are."""
+        """Rows that identify this dataset: for large ones a sample, with their number."""
         count = len(self)
         if count <= _ALL:
             return self
@@ -63,7 +63,7 @@ class LazyRows(Sequence[Row]):
 
 
 class ArrowRows(LazyRows):
-    """Rows of a `datasets.Dataset`, which lie in files that are mapped into memory."""
+    """Rows of a `datasets.Dataset`, in memory-mapped files."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -76,12 +76,12 @@ class ArrowRows(LazyRows):
 
 
 class JsonLines(LazyRows):
-    """Lines of a JSON Lines file, each read once at the beginning to know that it can be.
+    """Lines of a JSON Lines file, each parsed once at the start as a check.
 
-    Every row has the columns of all, None where it says nothing.
+    Every row has the columns of all rows, None for missing ones.
 
     Raises:
-        DatasetError: A line is no JSON object. Later also: the file has changed.
+        DatasetError: A line is not a JSON object. Later also: the file has changed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -104,7 +104,7 @@ class JsonLines(LazyRows):
         if self._seen() != self._state:
             raise DatasetError(
                 f"dataset {str(self._path)!r} has changed since the run began, and is too large to "
-                "be kept in memory: which rows a step takes would be by chance; start again"
+                "be kept in memory, so steps would take arbitrary rows; start again"
             )
         self._file.seek(self._starts[index])
         return {**self._columns, **self._read(self._file.readline(), str(self._path))}
@@ -125,13 +125,12 @@ class JsonLines(LazyRows):
 
 
 class StreamRows(LazyRows):
-    """Rows of a `datasets.IterableDataset` in their order; how many there are nobody knows.
+    """Rows of a `datasets.IterableDataset` in order; their number is unknown.
 
-    A row that was taken long ago is found by reading the stream again from its beginning.
+    An old row is found by reading the stream again from its beginning.
 
     Raises:
-        DatasetError: Later: the stream has ended before a row that is asked for, or what it gives
-            is no dict.
+        DatasetError: Later: the stream has ended before a requested row, or an item is not a dict.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -155,14 +154,14 @@ class StreamRows(LazyRows):
             self._kept.clear()
         for row in islice(self._rows, index + 1 - self._next):
             if not isinstance(row, dict):
-                raise DatasetError(f"row {self._next} of the stream is {row!r:.80}, and no dict")
+                raise DatasetError(f"row {self._next} of the stream is {row!r:.80}, not a dict")
             self._kept[self._next] = row
             self._kept.pop(self._next - _KEPT, None)
             self._next += 1
         if self._next <= index:
             raise DatasetError(
                 f"the stream given as dataset ended after {self._next} rows, and row {index} is "
-                "asked for: lower buffer.total_steps, or let it repeat (dataset.repeat())"
+                "needed: lower buffer.total_steps, or let it repeat (dataset.repeat())"
             )
 
     def sample(self) -> Iterable[Row]:
@@ -172,14 +171,14 @@ class StreamRows(LazyRows):
 logger = logging.getLogger("tuner")
 
 JSON_FILES = (".jsonl", ".json")
-# One row: what the workflow and the judge get as `task`.
+# One row, passed to the workflow and the judge as `task`.
 Task: TypeAlias = dict[str, Any]
-# Of several subsets, these are taken when none is named.
+# The default if there are several subsets and none is named.
 MAIN_SUBSETS = ("default", "main")
 
 
 class PublicSettings(BaseModel):
-    """Base of the settings given in Python: unknown fields are refused, as in the file."""
+    """Base of the settings given in Python: unknown fields are rejected, as in the file."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
@@ -199,10 +198,10 @@ class PublicSettings(BaseModel):
 
 
 class DatasetConfig(PublicSettings):
-    """Which rows to take, as in AgentScope 1.x. `Dataset` is the same class.
+    """Which rows to use, as in AgentScope 1.x. `Dataset` is the same class.
 
-    Only `total_epochs` and `total_steps` that are given override the configuration file; `path`,
-    `name` and `split` belong together and replace the file's.
+    `total_epochs` and `total_steps` override the configuration file only if given; `path`, `name`
+    and `split` belong together and replace the file's.
     """
 
     path: str = Field(
@@ -234,16 +233,17 @@ Dataset = DatasetConfig
 
 
 def load_tasks(source: Any, *, role: str, endless: bool = False) -> Sequence[Task]:
-    """All rows of a dataset. Those of a large one stay on disk until they are taken.
+    """All rows of a dataset. Those of a large one stay on disk until they are used.
 
     Args:
         source: A `Dataset`, a `datasets.Dataset` or `IterableDataset`, a list of dicts, or a path.
-        role: What the rows are for, as the user calls it; begins every error.
-        endless: Whether it may be a stream, whose end is not known.
+        role: The user's name for the dataset; begins every error.
+        endless: Whether it may be a stream of unknown length.
 
     Raises:
-        DatasetError: There is no such dataset, subset or split, it cannot be read, or it has no
-            rows, or a row is not a dict, or is one that cannot be written down.
+        DatasetError: There is no such dataset, subset or split; it cannot be read; it is empty; or
+            a
+            row is not a dict or cannot be serialised.
     """
     if isinstance(source, (str, Path)):
         source = DatasetConfig(path=str(source))
@@ -255,7 +255,7 @@ def load_tasks(source: Any, *, role: str, endless: bool = False) -> Sequence[Tas
         raise DatasetError(f"{role}: {described(source)} is empty; it needs at least one row")
     if isinstance(rows, StreamRows) and not endless:
         raise DatasetError(
-            f"{role}: {described(source)} is a stream without end; pass a list, as in "
+            f"{role}: {described(source)} is an endless stream; pass a list, as in "
             "list(data.take(n))"
         )
     if isinstance(rows, LazyRows):
@@ -268,23 +268,19 @@ def load_tasks(source: Any, *, role: str, endless: bool = False) -> Sequence[Tas
             row_text(row)
         except (ValueError, TypeError, RecursionError) as error:
             raise DatasetError(
-                f"{at} cannot be written down ({error}): its keys must be texts, and no value may "
-                "hold itself"
+                f"{at} cannot be serialised ({error}): its keys must be strings, and no value may "
+                "contain itself"
             ) from None
     return rows
 
 
 def row_text(row: Task) -> str:
-    """A row as one JSON text, objects of other types as their `repr`: what tells it from others."""
+    """A row as one JSON text, objects of other types as their `repr`: its identity."""
     return json.dumps(row, sort_keys=True, default=text_of)
 
 
 def check_fills_a_batch(tasks: Sequence[Task], batch_size: int, name: str) -> None:
-    """Refuse a dataset with fewer rows than one step takes.
-
-    Raises:
-        DatasetError: It is smaller than one batch.
-    """
+    """Raise DatasetError for a dataset with fewer rows than one step takes."""
     if len(tasks) < batch_size:
         raise DatasetError(
             f"{name} has {len(tasks)} rows but batch_size is {batch_size}: no step can run; "
@@ -293,7 +289,7 @@ def check_fills_a_batch(tasks: Sequence[Task], batch_size: int, name: str) -> No
 
 
 def described(source: Any) -> str:
-    """A dataset as error messages name it."""
+    """Name of a dataset in error messages."""
     if hasattr(source, "path") and hasattr(source, "split"):
         return f"dataset {source.path!r}"
     if isinstance(source, (str, Path)):
@@ -327,7 +323,7 @@ def read_rows(path: str, subset: str | None, split: str | None) -> Sequence[Task
     Args:
         path: A folder or file, or a name on the Hub. A file is one split, whatever `split` says.
         subset: Subset, or None for the only or main one.
-        split: Split, or None where there is only one.
+        split: Split, or None if there is only one.
 
     Raises:
         DatasetError: There is no such dataset, subset or split, or it cannot be read.
@@ -350,8 +346,8 @@ def _read_file(path: Path) -> Sequence[Task]:
     kind = path.suffix.removeprefix(".")
     if path.suffix not in DATA_FILES:
         raise DatasetError(
-            f"dataset {str(path)!r} is a {kind or 'nameless'} file; .json, .jsonl, .csv and "
-            ".parquet can be read"
+            f"dataset {str(path)!r} is a {kind or 'nameless'} file; supported are .json, .jsonl, "
+            ".csv and .parquet"
         )
     return _from_datasets(str(path), kind, data_files=str(path), split="train")
 
@@ -390,7 +386,7 @@ def _read_hub(path: str, subset: str | None, split: str | None) -> Sequence[Task
 
 
 def _main_subset(path: str) -> str | None:
-    """The subset to take when none is named; said aloud, since there was a choice."""
+    """The default subset; logged, since there was a choice."""
     import datasets
 
     with _as_dataset_error(path):
@@ -416,7 +412,7 @@ def _from_datasets(shown: str, path: str, **options: Any) -> Sequence[Task]:
 
 @contextmanager
 def _as_dataset_error(path: str) -> Iterator[None]:
-    """Turns what `datasets` raises into a `DatasetError` that names the dataset."""
+    """Turn what `datasets` raises into a `DatasetError` that names the dataset."""
     try:
         yield
     except DatasetError:
@@ -430,8 +426,8 @@ def _as_dataset_error(path: str) -> Iterator[None]:
             text = f"does not exist, as a path or on the Hugging Face Hub ({reason})"
         elif isinstance(error, ConnectionError) or "Offline" in name or "Connect" in name:
             text = (
-                f"is no path here, and the Hugging Face Hub cannot be reached ({reason}); check "
-                "the path, or download the dataset and give its folder"
+                f"is not a local path, and the Hugging Face Hub cannot be reached ({reason}); "
+                "check the path, or download the dataset and give its folder"
             )
         else:
             text = f"cannot be read: {reason}"
@@ -439,7 +435,7 @@ def _as_dataset_error(path: str) -> Iterator[None]:
 
 
 def _read_json(path: Path) -> list[Any]:
-    """A JSON file that holds a list, or one value per line."""
+    """A JSON file with a list, or one value per line."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -456,7 +452,7 @@ def _read_json(path: Path) -> list[Any]:
 
 
 def _filled(rows: list[Any]) -> Iterator[Any]:
-    """Rows that all have the same columns, None where a row says nothing, as in `datasets`."""
+    """Rows that all have the same columns, None for missing values, as in `datasets`."""
     columns = dict.fromkeys(key for row in rows if isinstance(row, dict) for key in row)
     for row in rows:
         yield {**dict.fromkeys(columns), **row} if isinstance(row, dict) else row

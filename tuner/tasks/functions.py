@@ -1,8 +1,8 @@
-"""How a workflow or judge is checked and called: with the arguments that it names.
+"""How workflows and judges are checked and called: with the arguments that they name.
 
-It may be async or plain (then it runs in a thread), a `functools.partial`, or an object with
-`__call__`. Parameters of its own need defaults. `**kwargs` receives every argument that is not
-named; `*args` is refused, since nothing is passed by position.
+A function may be async or plain (then it runs in a thread), a `functools.partial`, or an object
+with `__call__`. Additional parameters need defaults. `**kwargs` receives every argument that is not
+named; `*args` is rejected, since nothing is passed by position.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from tuner.config import RunConfig
 
 
-# What a workflow and a judge return, and what they raise and are given besides their models.
+# Return values, exceptions and arguments of workflows and judges, apart from their models.
 
 
 def _no_text(value: Any) -> Any:
-    """pydantic would read "1.0" as 1.0, and what else an agent wrote as its own score."""
+    """pydantic would read "1.0" as 1.0, and so any score that an agent wrote itself."""
     if isinstance(value, (str, bytes)):
-        raise ValueError("a text is no number")
+        raise ValueError("text is not a number")
     return value
 
 
@@ -59,12 +59,12 @@ class FunctionOutput(BaseModel):
 
 
 class WorkflowOutput(FunctionOutput):
-    """What a workflow returns.
+    """The result of a workflow.
 
     Attributes:
-        reward: The score, when there is no judge; the judge's wins over it. True is 1, False is 0;
-            a text is refused.
-        response: Handed to the judge as it is.
+        reward: The score if there is no judge; a judge's reward replaces it. True is 1, False is 0;
+            text is rejected.
+        response: Passed to the judge unchanged.
         metrics: Numbers to log besides the reward.
     """
 
@@ -74,13 +74,13 @@ class WorkflowOutput(FunctionOutput):
 
 
 class JudgeOutput(FunctionOutput):
-    """What a judge returns.
+    """The result of a judge.
 
     Attributes:
-        reward: The score; required. True is 1, False is 0; a text is refused.
+        reward: The score; required. True is 1, False is 0; text is rejected.
         metrics: Numbers to log besides the reward.
-        feedback: Why, in words: what was wrong, and what would have been right. It is in the trace
-            and on the run's page, and what `tune_prompt` learns from.
+        feedback: The reason, in words: what was wrong, and what would have been right. It is in the
+            trace and on the run's page, and `tune_prompt` learns from it.
     """
 
     reward: Number = Field()
@@ -95,7 +95,7 @@ JudgeType = Callable[..., Awaitable[JudgeOutput]]
 
 
 class Rejected(TunerError):
-    """Raised by a workflow that does not want its rollout trained; no failure, and not retried."""
+    """Raised by a workflow whose rollout should not be trained; not a failure, and not retried."""
 
 
 class MissingFieldError(DatasetError, FunctionError, KeyError):
@@ -106,7 +106,7 @@ class MissingFieldError(DatasetError, FunctionError, KeyError):
 
 
 class TaskRow(dict[str, Any]):
-    """A row that says which fields it has when it is asked for another."""
+    """A row that lists its fields when a missing one is read."""
 
     def __missing__(self, key: str) -> Any:
         raise MissingFieldError(
@@ -123,7 +123,7 @@ def text_of(value: Any, form: Callable[[Any], str] = repr) -> str:
 
 
 def response_text(response: Any) -> str:
-    """A workflow's response as people read it; a framework's message as its text."""
+    """A workflow's response as readable text; a framework's message as its text."""
     if response is None:
         return ""
     get_text = getattr(response, "get_text_content", None)
@@ -135,8 +135,8 @@ def response_text(response: Any) -> str:
 class StoredResponse(str):
     """The text of a response, for judges written for text and for those written for messages.
 
-    It is a `str`, and like AgentScope's `Msg` it has `content` and `get_text_content()`. Whatever
-    else the response was is not stored.
+    A `str` that has `content` and `get_text_content()` like AgentScope's `Msg`. Nothing else of the
+    response is stored.
     """
 
     __slots__ = ()
@@ -182,7 +182,7 @@ logger = logging.getLogger("tuner")
 
 @dataclass(frozen=True)
 class Signature:
-    """What a function of some role is called with.
+    """Arguments of a function of some role.
 
     Attributes:
         role: "workflow" or "judge".
@@ -220,10 +220,10 @@ GROUP_JUDGE = Signature(
 
 
 def judges_groups(func: Callable[..., Any]) -> bool:
-    """Whether a judge takes the `responses` of a group together, and not each `response`."""
+    """Whether a judge takes the `responses` of a group together instead of each `response`."""
     try:
         parameters = inspect.signature(func).parameters
-    except (TypeError, ValueError):  # the check says it
+    except (TypeError, ValueError):  # the check reports it
         return False
     return "responses" in parameters and "response" not in parameters
 
@@ -232,7 +232,7 @@ def check_workflow_function(func: Callable[..., Any]) -> None:
     """Check that `func` can be called as a workflow; imports nothing and calls nothing.
 
     Raises:
-        FunctionError: It is no function, or its parameters do not fit.
+        FunctionError: It is not a function, or its parameters do not fit.
     """
     check_function(func, WORKFLOW)
 
@@ -240,28 +240,24 @@ def check_workflow_function(func: Callable[..., Any]) -> None:
 def check_judge_function(func: Callable[..., Any]) -> None:
     """Check that `func` can be called as a judge; imports nothing and calls nothing.
 
-    One that takes `responses` in place of `response` judges a group together.
+    A judge that takes `responses` instead of `response` judges a group together.
 
     Raises:
-        FunctionError: It is no function, or its parameters do not fit.
+        FunctionError: It is not a function, or its parameters do not fit.
     """
     check_function(func, GROUP_JUDGE if judges_groups(func) else JUDGE)
 
 
 def check_settings(func: Any, config: RunConfig) -> None:
-    """Let the object that a workflow is, or is a method of, refuse settings that do not go with it,
-    where it has `check_settings(config)`.
-
-    Raises:
-        ConfigError: It does.
-    """
+    """Call `check_settings(config)` of the object that a workflow is, or is a method of, if it has
+    one; it raises ConfigError for settings that do not fit."""
     if (check := _method(func, "check_settings")) is not None:
         check(config)
 
 
 async def end_run(func: Callable[..., Any] | None) -> None:
-    """Let the object that a workflow is, or is a method of, give back what it holds, where it has
-    `run_ended()`: in the event loop that its rollouts ran in, when none follows."""
+    """Call `run_ended()` of the object that a workflow is, or is a method of, if it has one, to
+    release its resources: in the event loop of its rollouts, after the last one."""
     if func is None or (ended := _method(func, "run_ended")) is None:
         return
     try:
@@ -273,7 +269,7 @@ async def end_run(func: Callable[..., Any] | None) -> None:
 
 
 def _method(func: Callable[..., Any], name: str) -> Any:
-    """That of the object that a function is, or is a method of; None where it has none."""
+    """A method of the object that a function is, or is a method of; None if there is none."""
     inner = unwrapped(func)
     return getattr(getattr(inner, "__self__", inner), name, None)
 
@@ -282,7 +278,7 @@ def check_function(func: Callable[..., Any], signature: Signature) -> None:
     """Check that `func` can be called with the arguments of its role.
 
     Raises:
-        FunctionError: It cannot; says where it is defined, what was found and what is expected.
+        FunctionError: It cannot; names its place, what was found and what is expected.
     """
     if not callable(func):
         called = (
@@ -318,7 +314,7 @@ def _problems(parameters: Mapping[str, inspect.Parameter], signature: Signature)
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
             problems.append(f"*{name} never receives anything, arguments are passed by name")
         elif parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
-            problems.append(f"{name} takes no keyword, and arguments are passed by name")
+            problems.append(f"{name} is positional-only, and arguments are passed by name")
         elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
             continue
         elif name not in passed and parameter.default is inspect.Parameter.empty:
@@ -339,8 +335,9 @@ async def call_workflow(
     """Run a workflow with the arguments it takes.
 
     Args:
-        feedback: What the judge said of the attempt before, in the same rollout.
-        apart: Roles whose functions run apart (`call_function`), as it is when this begins.
+        feedback: The judge's feedback on the previous attempt, in the same rollout.
+        apart: Roles whose functions run in a separate thread (`call_function`), evaluated at the
+            start.
 
     Raises:
         FunctionError: It returned something that is not a workflow's output.
@@ -351,7 +348,8 @@ async def call_workflow(
         "auxiliary_models": auxiliary_models,
         "logger": logger,
     }
-    if feedback is not None or names(func, "feedback"):  # who only passes on may know none
+    # a function that only passes arguments on may name none
+    if feedback is not None or names(func, "feedback"):
         arguments["feedback"] = feedback
     value = await call_function(func, arguments, apart=WORKFLOW.role in apart)
     return as_workflow_output(value, func)
@@ -393,7 +391,7 @@ async def call_group_judge(
     """Run a judge on the responses of a group, `apart` as for a workflow.
 
     Raises:
-        FunctionError: It returned something else than a judge's output for each, in their order.
+        FunctionError: It did not return a judge's output for each response, in their order.
     """
     arguments = {
         "task": TaskRow(task),
@@ -418,11 +416,10 @@ async def call_function(
     """Call `func` with those of `arguments` that it takes, in a thread unless it is async.
 
     Args:
-        func: Async or plain. A plain one may hand over to an async one:
+        func: Async or plain. A plain one may return the coroutine of an async one:
             `lambda task, model: run(task, model)`.
         arguments: By name.
-        apart: Whether an async one runs in a thread, too, in an event loop of its own: it may
-            block that.
+        apart: Run even an async one in a thread, in its own event loop, since it may block it.
     """
     parameters = inspect.signature(func).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -440,7 +437,7 @@ async def _awaited(call: Callable[[], Any]) -> Any:
 
 
 async def in_thread(func: Callable[[], Any]) -> Any:
-    """Run `func` in a thread of its own.
+    """Run `func` in a new thread.
 
     Unlike `asyncio.to_thread` there are as many threads as calls, so that plain functions run as
     concurrently as async ones, and one that hangs does not keep the process from ending.
@@ -468,14 +465,14 @@ async def in_thread(func: Callable[[], Any]) -> Any:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, value, error)
 
-    # By this name the watchdog finds what a suspended call of this function waits for.
+    # The watchdog recognises a suspended call of this function by this name.
     thread = threading.Thread(target=run, daemon=True, name="tuner-function")
     thread.start()
     return await future
 
 
 def as_workflow_output(value: Any, func: Callable[..., Any]) -> WorkflowOutput:
-    """`value`, which `func` returned, as our `WorkflowOutput`; AgentScope's is taken too.
+    """`value`, which `func` returned, as our `WorkflowOutput`; AgentScope's is accepted too.
 
     Raises:
         FunctionError: It is something else.
@@ -488,7 +485,7 @@ def as_workflow_output(value: Any, func: Callable[..., Any]) -> WorkflowOutput:
 
 
 def as_judge_output(value: Any, func: Callable[..., Any]) -> JudgeOutput:
-    """`value`, which `func` returned, as our `JudgeOutput`; AgentScope's is taken too.
+    """`value`, which `func` returned, as our `JudgeOutput`; AgentScope's is accepted too.
 
     Raises:
         FunctionError: It is something else, or has no reward.
@@ -508,12 +505,12 @@ def as_judge_output(value: Any, func: Callable[..., Any]) -> JudgeOutput:
 
 
 def names(func: Callable[..., Any], parameter: str) -> bool:
-    """Whether a function has a parameter of this name; `**kwargs` is none."""
+    """Whether a function has a parameter of this name; `**kwargs` does not count."""
     return parameter in inspect.signature(func).parameters
 
 
 def is_async(func: Callable[..., Any]) -> bool:
-    """Whether calling `func` gives something to await."""
+    """Whether calling `func` returns an awaitable."""
     inner = unwrapped(func)
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(
         getattr(inner, "__call__", None)  # noqa: B004
@@ -549,7 +546,7 @@ def unwrapped(func: Callable[..., Any]) -> Any:
     return func
 
 
-# Where in the user's own code something happens, for messages.
+# Places in the user's own code, for messages.
 
 
 OURS = str(Path(__file__).resolve().parents[1])
@@ -558,7 +555,7 @@ LIBRARIES = (
     "<frozen",
     *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")),
 )
-"""How the paths begin of code that is not the user's."""
+"""Path prefixes of code that is not the user's."""
 
 
 def place_of(frame: FrameType, line: int | None = None) -> str:
@@ -567,7 +564,7 @@ def place_of(frame: FrameType, line: int | None = None) -> str:
 
 
 def raised_in(error: BaseException) -> str | None:
-    """Where in the user's own code an error came up; None where it did not."""
+    """The place in the user's own code where an error was raised; None if there is none."""
     frames = reversed(list(traceback.walk_tb(error.__traceback__)))
     own = ((f, line) for f, line in frames if not f.f_code.co_filename.startswith(LIBRARIES))
     found = next(own, None)

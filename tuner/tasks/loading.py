@@ -1,4 +1,4 @@
-"""The functions and modules that a configuration names."""
+"""Loading the functions and modules that a configuration names."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from typing import Any, cast
 from tuner.errors import ConfigError, FunctionError
 from tuner.tasks.functions import unwrapped, where
 
-# Begins the names of modules that were loaded from a file given by its path.
+# Prefix of the names of modules loaded from a file path.
 FILE_MODULE = "tuner_file_"
 _LOADING: ContextVar[str | None] = ContextVar("loading", default=None)
-"""What is being imported for its functions."""
+"""The module being imported for its functions."""
 
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """While the block runs, which imports, Python's garbage collector does not: nothing of what
-    imports make becomes garbage, and to look through it time and again takes a fifth of them."""
+    """Disable Python's garbage collector during imports: nothing of what they create becomes
+    garbage, and scanning it repeatedly takes a fifth of their time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -44,10 +44,10 @@ def without_collection() -> Iterator[None]:
 
 
 def require_nothing_loads(called: str = "tune()") -> None:
-    """Refuse to begin because a script is imported, whose functions are all that is asked for.
+    """Refuse to start because a script is being imported only for its functions.
 
     Args:
-        called: What would begin, as the message names it.
+        called: What would start, for the message.
 
     Raises:
         ConfigError: It is called from the top of a module that is being loaded.
@@ -63,24 +63,24 @@ def load_function(reference: str, *, setting: str) -> Callable[..., Any]:
     """The function that a configuration names.
 
     Args:
-        reference: `package.module:function` (the current folder is looked in as well) or
+        reference: `package.module:function` (also relative to the current folder) or
             `path/file.py:function`.
         setting: The key that holds it, for error messages.
 
     Raises:
-        ConfigError: It cannot be imported, or is not there.
+        ConfigError: It cannot be imported, or does not exist.
     """
     function = load_named(reference, setting=setting)
     if not callable(function):
         module_name, _, name = reference.rpartition(":")
         raise ConfigError(
-            f"{setting} is {reference!r}: {module_name} has something else as function {name!r}"
+            f"{setting} is {reference!r}: {name!r} in {module_name} is not a function"
         )
     return cast("Callable[..., Any]", function)
 
 
 def function_of(given: Any, *, setting: str) -> Any:
-    """What was given, or, where that is a text, the function that it names.
+    """`given`, or the function that it names if it is text.
 
     Raises:
         ConfigError: As `load_function`.
@@ -89,14 +89,14 @@ def function_of(given: Any, *, setting: str) -> Any:
 
 
 def load_named(reference: str, *, setting: str, kind: str = "function") -> Any:
-    """Whatever a configuration names in the form of `load_function`, a function or not.
+    """The object that a configuration names in the form of `load_function`.
 
     Args:
         reference, setting: As there.
-        kind: What it should be, for error messages.
+        kind: Its expected kind, for error messages.
 
     Raises:
-        ConfigError: It cannot be imported, or is not there.
+        ConfigError: It cannot be imported, or does not exist.
     """
     module_name, colon, name = reference.rpartition(":")
     if not colon or not module_name or not name:
@@ -135,7 +135,7 @@ def import_module_or_file(reference: str, *, setting: str) -> ModuleType:
 
 
 def _line(error: Exception) -> str:
-    """Where an import failed, but in what Python and this module do for it."""
+    """The place where an import failed, without the frames of Python and this module."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     inside = last.filename.startswith("<frozen") or last.filename == __file__
     return "" if inside else f" in {last.filename}:{last.lineno}"
@@ -156,7 +156,7 @@ def _load(module: str) -> ModuleType:
 
 
 def _load_file(file: str) -> ModuleType:
-    """A file as a module, always the same one; it can import its neighbours, as a script can."""
+    """Load a file as a module, once; it can import its neighbours, as a script can."""
     path = Path(file).resolve(strict=True)
     name = f"{FILE_MODULE}{hashlib.sha1(str(path).encode()).hexdigest()[:12]}"
     if name not in sys.modules:
@@ -175,7 +175,7 @@ def _load_file(file: str) -> ModuleType:
     return sys.modules[name]
 
 
-# How the user's functions get to another process: as a text that names them.
+# Sending the user's functions to another process: as a text that names them.
 #
 # A configuration names a function in one of two forms, both text, so that it can be saved, loaded
 # and run again:
@@ -183,9 +183,9 @@ def _load_file(file: str) -> ModuleType:
 #     package.module:function     the module is installed in this Python environment
 #     pickle:gAWVxwEAAAAAAACM...  anything else: the function with all it refers to that is not
 #
-# Whether a module is installed is asked of a Python that sees neither the script's folder nor
-# PYTHONPATH, as a worker on another machine would. What is sent by value is read back in another
-# process before anything else is begun.
+# A Python process that sees neither the script's folder nor PYTHONPATH, like a worker on another
+# machine, decides whether a module is installed. What is sent by value is loaded once in another
+# process before anything else begins.
 
 
 PICKLE = "pickle:"
@@ -203,15 +203,15 @@ _FIND = (
 
 
 def ship(func: Callable[..., Any], *, role: str, read_back: bool = True) -> str:
-    """The text that names `func` for a worker; `load` gives the function back.
+    """The text that names `func` for a worker; `load` returns the function.
 
     Args:
         func: Function, callable object, partial or bound method.
         role: "workflow" or "judge", for error messages.
-        read_back: Whether to try first what the worker will do.
+        read_back: Whether to try loading it as the worker will.
 
     Raises:
-        FunctionError: It is not importable there and cannot be sent by value; names what cannot.
+        FunctionError: It cannot be imported there and cannot be sent by value; names the cause.
     """
     return _reference(func) or _by_value(func, role, read_back)
 
@@ -221,7 +221,7 @@ def ship_together(
 ) -> tuple[str, str | None]:
     """The texts that name both functions for one process, where they share what both refer to.
 
-    They are not read back: whoever starts the process hears at once whether it can load them.
+    They are not loaded as a test: whoever starts the process learns at once whether it can.
 
     Raises:
         FunctionError: As `ship`.
@@ -292,7 +292,7 @@ def _by_value(func: Callable[..., Any], role: str, read_back: bool) -> str:
     except Exception as error:
         raise FunctionError(
             f"the {role} {where(func)} cannot be sent to the workers: {_culprit(func, error)}; "
-            "make it inside the function, or put the function into an installed package"
+            "create it inside the function, or move the function into an installed package"
         ) from error
     _check_size(data, func, role)
     if read_back:
@@ -301,7 +301,7 @@ def _by_value(func: Callable[..., Any], role: str, read_back: bool) -> str:
 
 
 def _pickled(value: Any) -> bytes:
-    """With all that it refers to in modules that are not installed."""
+    """Pickle with everything that it refers to in modules that are not installed."""
     import cloudpickle
 
     registered = []
@@ -318,11 +318,11 @@ def _pickled(value: Any) -> bytes:
 
 
 def _check_size(data: bytes, func: Callable[..., Any], role: str) -> None:
-    """Raises FunctionError where it is too large."""
+    """Raise FunctionError if it is too large."""
     if len(data) > LARGEST:
         raise FunctionError(
-            f"the {role} {where(func)} is {len(data) / 2**20:.0f} MiB with all it refers to, and "
-            f"every task would carry it; load what is large inside the function (limit: "
+            f"the {role} {where(func)} is {len(data) / 2**20:.0f} MiB with everything it refers "
+            f"to, and every task would carry it; load large objects inside the function (limit: "
             f"{LARGEST >> 20} MiB)"
         )
 
@@ -336,14 +336,14 @@ def _read_back(data: bytes, func: Callable[..., Any], role: str) -> None:
     if done.returncode != 0:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         raise FunctionError(
-            f"the {role} {where(func)} cannot be read back in another process: "
-            f"{lines[-1] if lines else 'it ended without a word'}; what it refers to must be "
-            "importable on the workers, or be defined in a module of yours"
+            f"the {role} {where(func)} cannot be loaded in another process: "
+            f"{lines[-1] if lines else 'it ended without output'}; what it refers to must be "
+            "importable on the workers, or be defined in one of your modules"
         )
 
 
 def worker_path() -> str:
-    """PYTHONPATH of a worker: where `tuner` is, then what this process was given."""
+    """PYTHONPATH of a worker: the folder of `tuner`, then this process's own."""
     here = str(Path(__file__).resolve().parents[2])
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return os.pathsep.join(dict.fromkeys([here, *(part for part in given if part)]))
@@ -359,7 +359,7 @@ def _own_modules() -> Iterator[ModuleType]:
         if file is None or name == "__main__" or module.__name__ != name:
             continue
         path = Path(file).resolve()
-        # An installed package may have the name of another one beside the script.
+        # An installed package may have the same name as one next to the script.
         installed = [*elsewhere, *_places(name.partition(".")[0])]
         if not any(path.is_relative_to(folder) for folder in installed):
             yield module

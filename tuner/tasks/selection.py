@@ -1,4 +1,4 @@
-"""Which rows of a dataset each step takes, how many steps a run has, and seeds."""
+"""Which rows of a dataset each step takes, the number of steps of a run, and seeds."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from tuner.traces.store import closed, cut_torn_line
 
 
 def derive_seed(*parts: object) -> int:
-    """A 63-bit seed for the thing named by `parts`, the same in every process and order."""
+    """A 63-bit seed for `parts`, the same in every process and order."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def seed_everything(seed: int) -> None:
-    """Set the global random states, which the user's functions may draw from."""
+    """Set the global random states, which the user's functions may use."""
     import torch
 
     random.seed(seed)
@@ -48,14 +48,14 @@ def seed_everything(seed: int) -> None:
 
 
 def planned_steps(config: RunConfig, tasks: int) -> int:
-    """Steps of the run: `total_steps`, or as many full batches as all epochs together have."""
+    """Steps of the run: `total_steps`, or the number of full batches in all epochs."""
     if config.buffer.total_steps is not None:
         return config.buffer.total_steps
     return config.buffer.total_epochs * tasks // config.buffer.batch_size
 
 
 def batch_indices(step: int, *, size: int, rows: int, selector: DataSelector) -> list[int]:
-    """Rows of the dataset that make up the batch of `step`; epochs follow without a gap."""
+    """Rows of the batch of `step`; epochs follow without a gap."""
     indices = []
     for position in range((step - 1) * size, step * size):
         epoch, offset = divmod(position, rows)
@@ -66,15 +66,15 @@ def batch_indices(step: int, *, size: int, rows: int, selector: DataSelector) ->
 
 
 def rows_taken(steps: int, *, size: int, rows: int, selector: DataSelector) -> frozenset[int]:
-    """Rows of the dataset that any step of a run of so many takes."""
-    if steps * size >= rows:  # every one comes once before any comes again
+    """Rows of the dataset that any of the first `steps` steps takes."""
+    if steps * size >= rows:  # every row comes once before any comes again
         return frozenset(range(rows))
     found = (batch_indices(n, size=size, rows=rows, selector=selector) for n in range(1, steps + 1))
     return frozenset(index for indices in found for index in indices)
 
 
 def is_due(step: int, interval: int) -> bool:
-    """Whether something that happens every `interval` steps happens after `step`; 0 is never."""
+    """Whether an event every `interval` steps happens after `step`; 0 is never."""
     return interval > 0 and step % interval == 0
 
 
@@ -85,16 +85,16 @@ def _permutation(rows: int, seed: int) -> tuple[int, ...]:
     return tuple(order)
 
 
-# What the tasks of a run have shown so far, and how often each is drawn for it.
+# Results of the tasks so far, and sampling weights that follow from them.
 
 
 FADING = 0.75
-"""What remains of a task's earlier rollouts, as evidence of what it is now, when it is taken."""
+"""Factor by which the evidence of earlier rollouts shrinks each time a task is taken."""
 
 Task: TypeAlias = dict[str, Any]
 Floats: TypeAlias = NDArray[np.float64]
 Integers: TypeAlias = NDArray[np.int64]
-# The row, its rollouts that had a reward, and how many of those passed.
+# The row, the number of its rollouts with a reward, and how many of those passed.
 Visit: TypeAlias = tuple[int, int, int]
 
 
@@ -113,16 +113,16 @@ _NOTES = JsonReader[dict[str, Any]](
 
 @dataclass(eq=False)
 class TaskResults:
-    """What the tasks have shown so far; arrays have a number for each row of the dataset, [N].
+    """Results of the tasks so far; arrays have a number for each row of the dataset, [N].
 
     Attributes:
         tasks: The rows.
-        visits: How often a step took the row.
-        tries: Its rollouts that had a reward.
+        visits: Number of steps that took the row.
+        tries: Number of its rollouts with a reward.
         passed: How many of them passed: a reward of at least `tuner.pass_reward`.
-        latest: The share that passed when it was taken last; nan where no rollout had a reward.
-        last: The step that took it last, 0 before the first.
-        step: The last step whose results these are.
+        latest: The share that passed when it was last taken; nan if no rollout had a reward.
+        last: The step that last took it, 0 before the first.
+        step: The last step with results here.
     """
 
     tasks: Sequence[Task]
@@ -141,13 +141,13 @@ class TaskResults:
 
     @property
     def rate(self) -> Floats:
-        """The share of a task's rollouts that would pass by now, as far as it is known: between 0
-        and 1, and 0.5 where nothing is. Earlier visits count less, each time by `FADING`."""
+        """Estimated share of a task's rollouts that would pass now, between 0 and 1, and 0.5 if
+        nothing is known. Earlier visits count less, each time by `FADING`."""
         rate: Floats = (self._passed + 0.5) / (self._tries + 1.0)
         return rate
 
     def add(self, step: int, visits: Sequence[Visit]) -> None:
-        """Take note of what a step took."""
+        """Add the results of a step."""
         self.step = step
         for row, tries, passed in visits:
             self.visits[row] += 1
@@ -161,9 +161,9 @@ class TaskResults:
 
 
 def by_success(results: TaskResults) -> Floats:
-    """A weight for each task, [N]: 1 where half of its rollouts pass or nothing is known, 0 where
-    all or none do. It is in proportion to the variance of a rollout's success, p (1 - p), which is
-    what a group can teach (arXiv 2502.12272). A task that was tried and gave no reward has 0."""
+    """A weight for each task, [N]: 1 if half of its rollouts pass or nothing is known, 0 if all or
+    none do. It is proportional to the variance of a rollout's success, p (1 - p), which is what a
+    group can teach (arXiv 2502.12272). A task that was tried and gave no reward has 0."""
     rate = results.rate
     weights: Floats = 4 * rate * (1 - rate)
     return np.where((results.visits > 0) & (results.tries == 0), 0.0, weights)
@@ -172,10 +172,10 @@ def by_success(results: TaskResults) -> Floats:
 def draw(
     rows: Integers, weights: Floats, count: int, *, floor: float, dice: np.random.Generator
 ) -> list[int]:
-    """`count` of some rows, with the weights [rows]; none twice while there are others.
+    """Draw `count` rows with the weights [rows], without repetition while there are others.
 
-    Each is drawn in proportion to its weight among those that are left (Efraimidis & Spirakis
-    2006). No weight is less than `floor` of the highest; all are 1 where all are 0.
+    Each is drawn in proportion to its weight among the remaining ones (Efraimidis & Spirakis 2006).
+    No weight is less than `floor` of the highest; all are 1 if all are 0.
     """
     top = float(weights.max(initial=0.0))
     lifted = np.maximum(weights, floor * top) if top > 0 else np.ones(len(rows))
@@ -187,35 +187,35 @@ def draw(
     return found
 
 
-# Which tasks a step draws by what they have shown so far, in place of one order of all of them.
+# Drawing the tasks of a step by the results so far, instead of one order of all tasks.
 #
 #     tasks.jsonl   {"step": 4, "drawn": [17, 4]}                        before its first rollout
 #                   {"step": 4, "results": [[17, 8, 3], [4, 8, 0]]}      when a step takes them:
 #                                                       row, with a reward, those that passed
 #
 # The tasks of step n are drawn by the results of the steps up to n - 1 - `sync_offset`, and of no
-# later one: those are there whenever its rollouts may begin, so that a draw depends on the seed and
-# on results, never on how long things take. A run that goes on finds what was drawn in the file,
-# and forgets results of steps that are taken again.
+# later one: those exist whenever its rollouts may begin, so a draw depends on the seed and on
+# results, never on timing. A resumed run reads past draws from the file and drops results of steps
+# that are taken again.
 
 
 _PATH = "tuner.tasks.selector"
 
 
 class Strata:
-    """The rows of a dataset by the value of a field, each with its share of every step.
+    """The rows of a dataset by the value of a field, each value with its share of every step.
 
     Args:
         tasks: The rows, [N].
-        section: Names the field, and may have weights of its values.
+        section: Names the field; may have weights of its values.
 
     Attributes:
         names: The values, in order.
         rows: The rows of each.
 
     Raises:
-        DatasetError: A row has no such field, or something else there than a text or a number.
-        ConfigError: There are weights, and they are not of these values.
+        DatasetError: A row lacks the field, or has something other than text or a number there.
+        ConfigError: There are weights, and they do not match the values.
     """
 
     def __init__(self, tasks: Sequence[Task], section: SelectorSection) -> None:
@@ -243,8 +243,8 @@ class Strata:
         return names
 
     def counts(self, batch: int) -> Iterator[Integers]:
-        """Tasks of each value in one step after the other, [values]; after any number of steps
-        each has had its share, to less than as many tasks as there are values."""
+        """Tasks of each value, step by step, [values]; after any number of steps each value has had
+        its share, to within as many tasks as there are values."""
         given = np.zeros(len(self.rows), np.int64)
         place = 0
         while True:
@@ -262,7 +262,7 @@ def _by_value(tasks: Sequence[Task], name: str) -> dict[str, Sequence[int]]:
         if not isinstance(value, (str, int, float)):
             raise DatasetError(
                 f"row {index} has {shown(value)} as {name!r}, by which {_PATH}.field divides the "
-                "tasks: give every row a text or a number there"
+                "tasks: give every row text or a number there"
             )
         found.setdefault(str(value), []).append(index)
     return dict(found)
@@ -274,13 +274,12 @@ class Curriculum:
     Args:
         config: The effective configuration, with a selector.
         tasks: Rows of the dataset.
-        notes: The file of what was drawn and found, by which a run that was killed goes on; None:
-            nowhere.
-        start: The step that the run goes on after.
+        notes: File of draws and results, from which a killed run resumes; None: no file.
+        start: The step after which the run resumes.
 
     Raises:
-        ConfigError: The function cannot be loaded, or weights are not those of the field's values.
-        DatasetError: A row does not have the field, or the rows have no end.
+        ConfigError: The function cannot be loaded, or weights do not match the field's values.
+        DatasetError: A row lacks the field, or the rows are endless.
         TunerError: The file is damaged.
     """
 
@@ -296,7 +295,7 @@ class Curriculum:
         assert section is not None, "there is a selector"
         if isinstance(tasks, StreamRows):
             raise DatasetError(
-                f"{_PATH} draws tasks, but a stream has one order: remove it, or pass a list"
+                f"{_PATH} draws tasks, but a stream has a fixed order: remove it, or pass a list"
             )
         self._section, self._config, self._notes = section, config, notes
         self._weigh: Callable[[TaskResults], Any] = by_success
@@ -305,7 +304,7 @@ class Curriculum:
         self._batch, self._ahead = config.buffer.batch_size, config.synchronizer.sync_offset
         self._strata = Strata(tasks, section)
         self._names = self._strata.of(len(tasks)) if section.field is not None else []
-        # By the results that a draw may know of, and by all of them; those between the two.
+        # With the results that a draw may use, and with all of them; and the results in between.
         self._known, self.latest = TaskResults(tasks), TaskResults(tasks)
         self._later: deque[tuple[int, list[Visit]]] = deque()
         self._drawn: list[list[int]] = []
@@ -318,10 +317,10 @@ class Curriculum:
             self._restore(notes, start)
 
     def rows(self, step: int) -> list[int]:
-        """The rows of the dataset that a step is planned of.
+        """The rows of the dataset for a step.
 
         Raises:
-            FunctionError: The function gave no weights.
+            FunctionError: The function returned no weights.
         """
         while len(self._drawn) < step:
             wanted = len(self._drawn) + 1
@@ -335,11 +334,11 @@ class Curriculum:
         return self._drawn[step - 1]
 
     def learn(self, step: int, rewards: Mapping[int, Sequence[float]]) -> None:
-        """Take note of what a step takes.
+        """Add the results of a step.
 
         Args:
             step: The step.
-            rewards: Of each of its groups, by number, those that its rollouts have.
+            rewards: Rewards of the rollouts of each of its groups, by number.
         """
         enough = self._config.tuner.pass_reward
         visits: list[Visit] = []
@@ -354,17 +353,17 @@ class Curriculum:
         self._metrics = self._metrics_of(visits)
 
     def metrics(self) -> dict[str, float]:
-        """Of the step that was taken last.
+        """Metrics of the last step.
 
         `tasks/passed` is the share of its rollouts with a reward that passed; `tasks/seen` the
-        share of all tasks that any step took, `tasks/always` and `tasks/never` of these those that
-        passed each time or never when they were taken last. With a field there are
+        share of all tasks that any step took, `tasks/always` and `tasks/never` the shares of these
+        that always or never passed when they were last taken. With a field there are
         `tasks/<value>/passed` and `tasks/<value>/rollouts`.
         """
         return self._metrics
 
     def notice(self) -> str | None:
-        """What to mend where success tells no tasks apart, though rewards do; None: nothing."""
+        """A hint if success does not distinguish tasks although rewards do; None: nothing."""
         tuner, step = self._config.tuner, self.latest.step
         if step < tuner.signal_patience or self.latest.passed.any() or not self._rewards:
             return None
@@ -373,8 +372,8 @@ class Curriculum:
             return None
         return (
             f"step {step}: no rollout has passed so far: the highest reward was {highest:g}, and "
-            f"tuner.pass_reward is {tuner.pass_reward:g}, so that {_PATH} cannot tell the tasks "
-            "apart; start again with a lower one"
+            f"tuner.pass_reward is {tuner.pass_reward:g}, so {_PATH} cannot distinguish the tasks; "
+            "start again with a lower one"
         )
 
     def _metrics_of(self, visits: Sequence[Visit]) -> dict[str, float]:
@@ -414,7 +413,7 @@ class Curriculum:
         return [row for part in parts for row in part]
 
     def _share(self, step: int) -> tuple[Integers, Integers]:
-        """How many tasks of each stratum the steps before took, and this one takes."""
+        """Number of tasks of each stratum that the steps before took, and that this one takes."""
         while len(self._given) <= step:
             self._given.append(self._given[-1] + next(self._counts))
         before = self._given[step - 1]
@@ -461,7 +460,7 @@ class Curriculum:
                 file.write(json.dumps(line).encode() + b"\n")
 
     def _restore(self, notes: Path, start: int) -> None:
-        """Go on with what was known when `start` had been trained; later steps are taken again."""
+        """Restore the state after `start`; later steps are taken again."""
         cut_torn_line(notes)
         kept, rows = list[bytes](), len(self.latest.tasks)
         for number, line, noted in _NOTES.lines(notes):
@@ -482,8 +481,8 @@ class Curriculum:
             kept.append(line)
         if self.latest.step != start:
             raise TunerError(
-                f"{notes} has the results of {self.latest.step} steps, and the run goes on after "
-                f"step {start}: what it drew cannot be known; start it under another name"
+                f"{notes} has the results of {self.latest.step} steps, and the run resumes after "
+                f"step {start}: its draws are unknown; start it under another name"
             )
         if notes.exists():
             unfinished = notes.with_name(f".{notes.name}")
@@ -492,7 +491,7 @@ class Curriculum:
 
 
 def check_selector(config: RunConfig, tasks: Sequence[Task]) -> None:
-    """Draw once, so that what is wrong with a selector is known before anything is loaded.
+    """Draw once, to find mistakes of a selector before anything is loaded.
 
     Raises:
         ConfigError, DatasetError, FunctionError: As `Curriculum`.
@@ -500,14 +499,14 @@ def check_selector(config: RunConfig, tasks: Sequence[Task]) -> None:
     Curriculum(config, tasks).rows(1)
 
 
-# Which dataset is trained and evaluated on: what was given to `tune()`, or what the file names.
+# The datasets for training and evaluation: those given to `tune()`, or named by the file.
 
 
 def training_tasks(config: RunConfig, dataset: Any) -> Sequence[Task]:
     """The tasks of a run, or with `mode: train` its rows.
 
     Args:
-        config: The effective configuration; where it says a path, that is where they are.
+        config: The effective configuration; its path takes precedence.
         dataset: As given to `tune()`.
 
     Raises:
@@ -536,19 +535,17 @@ def training_tasks(config: RunConfig, dataset: Any) -> Sequence[Task]:
 
 def _check_stream(config: RunConfig) -> None:
     if config.buffer.total_steps is None:
-        raise DatasetError(
-            "train_dataset is a stream, whose end nobody knows: set buffer.total_steps"
-        )
+        raise DatasetError("train_dataset is a stream of unknown length: set buffer.total_steps")
     selector = config.buffer.explorer_input.taskset.data_selector.selector_type
     if selector != "sequential":
         raise DatasetError(
             f"buffer.explorer_input.taskset.data_selector.selector_type is {selector!r}, but a "
-            "stream has one order: set it to 'sequential', and mix with dataset.shuffle()"
+            "stream has a fixed order: set it to 'sequential', and mix with dataset.shuffle()"
         )
 
 
 def evaluation_tasks(config: RunConfig, dataset: Any) -> dict[str, Sequence[Task]]:
-    """The rows of each evaluation set, by its name; arguments and errors as `training_tasks`."""
+    """The rows of each evaluation set, by name; arguments and errors as for `training_tasks`."""
     in_memory = dataset if isinstance(dataset, dict) else None
     tasks = {}
     for taskset in config.buffer.explorer_input.eval_tasksets:

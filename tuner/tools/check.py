@@ -46,11 +46,6 @@ def check_run(run: Run) -> Verdict:
     """Load the model, look at two rollouts of the first task or at the data, describe the run.
 
     Must be called where no event loop is running.
-
-    Raises:
-        ModelLoadError: The model cannot be loaded.
-        FunctionError: A function returned something of the wrong type.
-        DatasetError: A row of recorded data is not of the form that the configuration says.
     """
     if run.config.mode == "train":
         return run_async(check_recorded(run))
@@ -303,12 +298,7 @@ FORWARDS_OF_PAIRS = 2
 
 
 async def check_recorded(run: Run) -> Verdict:
-    """Read the data, load the model, show what is trained of the first row, and describe the run.
-
-    Raises:
-        DatasetError: A row is not of the form that the configuration says.
-        ModelLoadError: The model cannot be loaded.
-    """
+    """Read the data, load the model, show the trained part of the first row, describe the run."""
     data = training_data(run.config, run.train_tasks, run.history)
     async with aclosing(build_stack(run.config, workflow=run.workflow, judge=run.judge)) as stack:
         assert isinstance(data, Examples), "history_check has what learns from rewards"
@@ -381,9 +371,6 @@ def check_history(run: Run) -> Verdict:
     """How many rollouts, where their tokens go, and what they are worth; of sft and dpo their rows.
 
     Must be called where no event loop is running.
-
-    Raises:
-        ModelLoadError, DatasetError, ConfigError: As `tuner.runs.sources.training_data`.
     """
     data = training_data(run.config, run.train_tasks, run.history)
     return run_async(_check_history(run, data)) if isinstance(data, Comparable) else check_run(run)

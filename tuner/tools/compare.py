@@ -17,8 +17,7 @@ from pydantic import BaseModel
 from tuner.errors import ProofError, TunerError
 from tuner.runs.directory import RunDirectory
 from tuner.runs.estimates import Estimate, differing_settings, estimate, read_run
-from tuner.runs.statistics import Comparison as Proving
-from tuner.runs.statistics import Decision, Plan
+from tuner.runs.statistics import Comparison, Decision, Plan
 from tuner.tasks.datasets import row_text
 from tuner.traces import Trace, read_traces
 
@@ -63,7 +62,7 @@ class SplitTasks(BaseModel):
     differences: list[Estimate | None]
 
 
-class Comparison(BaseModel):
+class RunComparison(BaseModel):
     """Runs side by side; lists have an item for each run, in their order.
 
     Attributes:
@@ -129,16 +128,13 @@ class Comparison(BaseModel):
                 yield f"{run}: {tasks.others[number]} more, which not every run has"
 
 
-def compare(paths: Sequence[Path], *, split: str | None = None) -> Comparison:
+def compare(paths: Sequence[Path], *, split: str | None = None) -> RunComparison:
     """Read runs, which may still go on.
 
     Args:
         paths: Their directories, two or more, or folders of an evaluation's candidates.
         split: Whose tasks are compared; None: those of all evaluation sets that every run has, or
             the training tasks where there is none.
-
-    Raises:
-        TunerError: A path is no run, is there twice, or a run has no traces of the split.
     """
     read = [read_run(path.expanduser()) for path in paths]
     runs = [RunDirectory(path.expanduser().resolve()) for path in paths]
@@ -155,7 +151,7 @@ def compare(paths: Sequence[Path], *, split: str | None = None) -> Comparison:
         splits = [split]
     elif len(splits) > 1:
         splits = [one for one in splits if one != _TRAIN]
-    return Comparison(
+    return RunComparison(
         runs=[one.path.name if names[one.path.name] == 1 else str(one.path) for one in runs],
         settings=differing_settings(read),
         curves=_curves([one.metrics for one in read]),
@@ -196,11 +192,6 @@ def prove(paths: Sequence[Path], plan: Plan, *, split: str | None = None) -> Pro
         paths: Two directories, as in `compare`.
         plan: What is to be proven.
         split: Whose tasks; None: those of the one evaluation set that both have.
-
-    Raises:
-        ProofError: There are not two runs, they have several evaluation sets in common, or a
-            reward is outside of the plan's range.
-        TunerError: As `compare`.
     """
     if len(paths) != 2:
         raise ProofError(f"{len(paths)} runs are given: a proof is of two, what serves first")
@@ -211,7 +202,7 @@ def prove(paths: Sequence[Path], plan: Plan, *, split: str | None = None) -> Pro
             "one set: name it with --split"
         )
     ((name, tasks),) = found.tasks.items()
-    proving, without_reward = Proving(plan), 0
+    proving, without_reward = Comparison(plan), 0
     for row in sorted(tasks.common, key=_place):
         serving, candidate = row.rewards
         if serving is None or candidate is None:

@@ -47,7 +47,7 @@ _SMI_SECONDS = 10
 _HIDES = "CUDA_VISIBLE_DEVICES"
 
 
-class Finding(BaseModel):
+class DoctorFinding(BaseModel):
     """One thing that was looked at.
 
     Attributes:
@@ -70,7 +70,7 @@ class Examination(BaseModel):
     """All findings. `well` is whether runs of the local backend can begin."""
 
     well: bool
-    findings: list[Finding]
+    findings: list[DoctorFinding]
 
     def __str__(self) -> str:
         lines: list[str] = []
@@ -107,7 +107,7 @@ def examine() -> Examination:
     return Examination(well=all(one.state != "broken" for one in findings), findings=findings)
 
 
-def _python(there: metadata.Distribution | None) -> Finding:
+def _python(there: metadata.Distribution | None) -> DoctorFinding:
     version = platform.python_version()
     system = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
     found = f"{version}, {sys.executable} ({system})"
@@ -115,27 +115,29 @@ def _python(there: metadata.Distribution | None) -> Finding:
     wanted = SpecifierSet(str(said.get("requires_python", "")))
     if not wanted.contains(version, prereleases=True):
         found = f"{found}, and {wanted} is needed"
-        return Finding(area="system", name="Python", state="broken", found=found)
-    return Finding(area="system", name="Python", state="ok", found=found)
+        return DoctorFinding(area="system", name="Python", state="broken", found=found)
+    return DoctorFinding(area="system", name="Python", state="ok", found=found)
 
 
-def _tuner(there: metadata.Distribution | None) -> Finding:
+def _tuner(there: metadata.Distribution | None) -> DoctorFinding:
     place = Path(__file__).resolve().parents[1]
     if there is None:
-        return Finding(
+        return DoctorFinding(
             area="system",
             name=DISTRIBUTION,
             state="broken",
             found=f"{place} is on the path and not installed: what it needs is not known",
             mend=f"pip install -e '{place.parent}'",
         )
-    return Finding(area="system", name=DISTRIBUTION, state="ok", found=f"{there.version}, {place}")
+    return DoctorFinding(
+        area="system", name=DISTRIBUTION, state="ok", found=f"{there.version}, {place}"
+    )
 
 
-def _base(requirements: list[Requirement]) -> Finding:
+def _base(requirements: list[Requirement]) -> DoctorFinding:
     wrong = [text for one in requirements if (text := _lack(one)) is not None]
     lacking = [str(one) for one in requirements if _lack(one) is not None]
-    return Finding(
+    return DoctorFinding(
         area="system",
         name="its libraries",
         state="broken" if wrong else "ok",
@@ -161,11 +163,11 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _gpus() -> list[Finding]:
+def _gpus() -> list[DoctorFinding]:
     """A finding for each GPU, or one that says why there is none."""
 
-    def one(name: str, state: Literal["ok", "missing", "broken"], found: str) -> Finding:
-        return Finding(area="system", name=name, state=state, found=found)
+    def one(name: str, state: Literal["ok", "missing", "broken"], found: str) -> DoctorFinding:
+        return DoctorFinding(area="system", name=name, state=state, found=found)
 
     if shutil.which(_SMI[0]) is None:
         return [one("GPU", "missing", "there is no nvidia-smi: runs are computed on the CPU")]
@@ -191,11 +193,11 @@ def _visible() -> bool:
     return os.environ.get(_HIDES, "0").strip() not in ("", "-1")
 
 
-def _torch(has_gpu: bool) -> Finding:
+def _torch(has_gpu: bool) -> DoctorFinding:
     """Whether PyTorch was built for the GPU that is there, by its `version.py` alone."""
     version = _version("torch")
     if version is None:
-        return Finding(
+        return DoctorFinding(
             area="system",
             name="PyTorch",
             state="broken",
@@ -205,7 +207,7 @@ def _torch(has_gpu: bool) -> Finding:
     built = _cuda_of_torch()
     text = f"{version}, {f'built for CUDA {built}' if built else 'built for the CPU'}"
     if has_gpu and not built:
-        return Finding(
+        return DoctorFinding(
             area="system",
             name="PyTorch",
             state="broken",
@@ -214,14 +216,14 @@ def _torch(has_gpu: bool) -> Finding:
         )
     driver = _cuda_of_driver() if has_gpu else None
     if built and driver and int(built.partition(".")[0]) > int(driver.partition(".")[0]):
-        return Finding(
+        return DoctorFinding(
             area="system",
             name="PyTorch",
             state="broken",
             found=f"{text}, and the driver goes up to CUDA {driver}: the GPU is not used",
             mend="a newer driver, or a PyTorch for that CUDA  (https://pytorch.org has the index)",
         )
-    return Finding(area="system", name="PyTorch", state="ok", found=text)
+    return DoctorFinding(area="system", name="PyTorch", state="ok", found=text)
 
 
 def _cuda_of_driver() -> str | None:
@@ -268,26 +270,28 @@ def _command(extra: str) -> str:
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
-def _needing(area: str, name: str, use: str, extra: str, wanted: list[Requirement]) -> Finding:
+def _needing(
+    area: str, name: str, use: str, extra: str, wanted: list[Requirement]
+) -> DoctorFinding:
     """Whether what an extra installs is here."""
     wrong = [text for one in wanted if (text := _lack(one)) is not None]
     if not wrong:
         versions = ", ".join(f"{one.name} {_version(one.name)}" for one in wanted)
-        return Finding(area=area, name=name, state="ok", found=f"{versions} (for {use})")
+        return DoctorFinding(area=area, name=name, state="ok", found=f"{versions} (for {use})")
     found, mend = f"{'; '.join(wrong)} (for {use})", _command(extra)
     if extra.startswith("agentscope") and _version("agentscope") is not None:
         found += "; an environment holds one of AgentScope 1.x and 2.x"
         mend = f"{mend}  (in another environment)"
-    return Finding(area=area, name=name, state="missing", found=found, mend=mend)
+    return DoctorFinding(area=area, name=name, state="missing", found=found, mend=mend)
 
 
-def _extras(requirements: list[Requirement]) -> Iterator[Finding]:
+def _extras(requirements: list[Requirement]) -> Iterator[DoctorFinding]:
     for extra, use in _USES.items():
         if wanted := _of_extra(requirements, extra):
             yield _needing("extras", extra, use, extra, wanted)
 
 
-def _engines(requirements: list[Requirement], has_gpu: bool) -> Iterator[Finding]:
+def _engines(requirements: list[Requirement], has_gpu: bool) -> Iterator[DoctorFinding]:
     place = "on the GPU" if has_gpu else "on the CPU"
     use = "explorer.rollout_model.engine_type: vllm"
     vllm = _needing("engines", "vllm", use, "vllm", _of_extra(requirements, "vllm"))
@@ -300,11 +304,11 @@ def _engines(requirements: list[Requirement], has_gpu: bool) -> Iterator[Finding
         vllm = vllm.model_copy(update={"state": "missing", "found": found})
     default = "vllm" if has_gpu and vllm.state == "ok" else "transformers"
     found = f"{place}; vllm is the default here" if default == "vllm" else f"the default, {place}"
-    yield Finding(area="engines", name="transformers", state="ok", found=found)
+    yield DoctorFinding(area="engines", name="transformers", state="ok", found=found)
     yield vllm
     server = _needing("", "", "", "sglang", _of_extra(requirements, "sglang"))
     can_serve = "and can run here" if server.state == "ok" else f"to run one: {server.mend}"
-    yield Finding(
+    yield DoctorFinding(
         area="engines",
         name="sglang",
         state="ok",
@@ -312,8 +316,10 @@ def _engines(requirements: list[Requirement], has_gpu: bool) -> Iterator[Finding
     )
 
 
-def _backends(requirements: list[Requirement], has_gpu: bool) -> Iterator[Finding]:
-    yield Finding(area="backends", name="local", state="ok", found="in one process, the default")
+def _backends(requirements: list[Requirement], has_gpu: bool) -> Iterator[DoctorFinding]:
+    yield DoctorFinding(
+        area="backends", name="local", state="ok", found="in one process, the default"
+    )
     use = "tuner.backend: trinity"
     if not has_gpu:
         use += "; without a GPU it checks configurations, and trains with Tinker's service"

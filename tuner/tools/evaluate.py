@@ -14,8 +14,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -23,23 +22,23 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from tuner.config import RemoteModel, RunConfig
-from tuner.config.keys import check_path, located, require_model_libraries
-from tuner.config.schema import LoraSection, SynchronizerSection
-from tuner.config.source import PACKAGE, lookup
-from tuner.errors import ConfigError, TrainingError, TunerError
-from tuner.runs.directory import (
-    ADAPTER_CONFIG,
-    MANIFEST,
-    OBJECTS,
-    RunDirectory,
-    damage,
-    make_private,
-    outside_event_loop,
-    write_atomically,
-)
-from tuner.runs.estimates import Estimate, estimate, is_run, passes, rewards_by_task
+from tuner.config.keys import require_model_libraries
+from tuner.errors import ConfigError, TrainingError
+from tuner.gateway import SamplingDefaults
+from tuner.rollouts import StepPlan
+from tuner.runs.console import ConsoleMonitor
+from tuner.runs.directory import RunDirectory, make_private, outside_event_loop, write_atomically
+from tuner.runs.estimates import Estimate, estimate, paired, passes, rewards_by_task
 from tuner.tasks.loading import require_nothing_loads
 from tuner.tasks.settings import Given, TunerModelConfig
+from tuner.tools.candidates import (
+    Candidate,
+    CandidateTrials,
+    find_candidate,
+    of_configuration,
+    served_here,
+    with_weights,
+)
 from tuner.traces import Outcome, Trace, TraceStore
 from tuner.tune import Run, evaluation_of
 
@@ -48,122 +47,21 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-# A model, a checkpoint or a run, as the weights that are meant by it.
-
-
-_DAMAGED = "delete it, and what it says is found without it"
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """Weights that are compared with others, or exported.
-
-    Attributes:
-        name: What people call it.
-        path: Folder of a model or an adapter, or a model as `model.model_path` names it.
-        base: Of an adapter, the model that it belongs to, as `model.model_path`; else None.
-        run: Where it comes from, if that is here.
-        step: The step of that run.
-    """
-
-    name: str
-    path: str
-    base: str | None = None
-    run: RunDirectory | None = None
-    step: int | None = None
-
-    @property
-    def recorded_base(self) -> str | None:
-        """What an adapter itself calls the model that it belongs to; None where it is elsewhere."""
-        if not (Path(self.path) / ADAPTER_CONFIG).is_file():
-            return None
-        config = OBJECTS.document(Path(self.path) / ADAPTER_CONFIG, "export or train it again")
-        return config.get("base_model_name_or_path") or None
-
-
-def find_candidate(given: str | Path) -> Candidate:
-    """What a person names: a run (its newest checkpoint), a checkpoint, a model, an adapter.
-
-    Args:
-        given: A folder, or a model as `model.model_path` names it.
-
-    Raises:
-        MissingDependencyError: It names a package that is not installed.
-        TunerError: It is a folder with none of these, a run without a checkpoint, or a checkpoint
-            that is not as it was written.
-        ModelLoadError: It can only be a folder, and there is none.
-    """
-    folder = Path(given).expanduser()
-    place = located(str(given), "the candidate")
-    if place is not None and place.is_file() and not str(given).startswith(PACKAGE):
-        return Candidate(place.name, str(place.resolve()))
-    if not folder.is_dir():
-        if place is None:
-            check_path(str(given), "the candidate", what="model, a checkpoint or a run")
-        return Candidate(str(given), str(given))
-    folder = folder.resolve()
-    run = RunDirectory(folder)
-    # A folder of projects is often called checkpoints, too.
-    if is_run(folder) or run.checkpoint_steps():
-        return _newest(run)
-    if not any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
-        raise TunerError(
-            f"{given} is neither a run, nor a checkpoint, nor a model: it holds no checkpoints/, "
-            f"{ADAPTER_CONFIG} or config.json; give <checkpoint_root_dir>/<project>/<name> or a "
-            "folder in its checkpoints/"
-        )
-    owner = RunDirectory(folder.parent.parent)
-    of_run = folder.parent == owner.checkpoints and owner.config.is_file()
-    return _of_folder(folder, owner if of_run else None)
-
-
-def _newest(run: RunDirectory) -> Candidate:
-    steps = run.checkpoint_steps()
-    if steps:
-        return _of_folder(run.checkpoint(steps[-1]), run)
-    written = OBJECTS.document(run.result, _DAMAGED) if run.result.is_file() else {}
-    folder = written.get("checkpoint") if isinstance(written, dict) else None
-    if folder is None or not Path(folder).is_dir():  # Trinity-RFT's are elsewhere in the run
-        raise TunerError(f"{run.path} has no checkpoint yet: wait for trainer.save_interval")
-    return _of_folder(Path(folder), run)
-
-
-def _of_folder(folder: Path, run: RunDirectory | None) -> Candidate:
-    if (folder / MANIFEST).is_file() and (found := damage(folder)):
-        raise TunerError(f"{folder} is damaged ({found}): take another checkpoint")
-    number = folder.name.rpartition("_")[2]
-    step = int(number) if run is not None and number.isdecimal() else None
-    name = folder.name if run is None else run.path.name
-    name = name if step is None else f"{name} step {step}"
-    candidate = Candidate(name, str(folder), None, run, step)
-    if not (folder / ADAPTER_CONFIG).is_file():
-        return candidate
-    base = (
-        lookup(run.stored_config(), "model.model_path") if run is not None else None
-    ) or candidate.recorded_base
-    if not base:
-        raise TunerError(
-            f"{folder} is an adapter and does not say of which model: write its name as "
-            f"base_model_name_or_path into {ADAPTER_CONFIG}"
-        )
-    return Candidate(name, str(folder), str(base), run, step)
-
-
-# What an evaluation found: numbers for programs, tables for people.
+# Results of an evaluation: numbers for programs, tables for people.
 
 
 class SetScores(BaseModel):
-    """What one candidate did on one evaluation set.
+    """Scores of one candidate on one evaluation set.
 
     Attributes:
         reward: Mean over the tasks, of the mean of each task's rollouts; None where all failed.
         pass_at: By k, the chance that one of k rollouts of a task passes.
         pass_hat: By k, the chance that all of k do.
-        failed: How many rollouts have no reward, by outcome.
-        calls, tokens, seconds: Of a rollout, on average: calls, sampled tokens, time in workflow
-            and judge while others ran.
+        failed: Rollouts without a reward, by outcome.
+        calls, tokens, seconds: Means over rollouts: calls, sampled tokens, time in workflow and
+            judge while others ran.
         wall_seconds: Time until all had ended.
-        rewards: Of each task, in the order of the rows, those of its rollouts that have one.
+        rewards: For each task, in the order of the rows, the rewards of its rollouts that have one.
     """
 
     reward: Estimate | None
@@ -178,7 +76,7 @@ class SetScores(BaseModel):
 
 
 class CandidateScores(BaseModel):
-    """One candidate: what it is called, where it is, and its scores by evaluation set."""
+    """One candidate: its name, its path, and its scores by evaluation set."""
 
     name: str
     path: str
@@ -186,7 +84,7 @@ class CandidateScores(BaseModel):
 
 
 class EvaluationSet(BaseModel):
-    """What every candidate was asked: `repeat` rollouts of each task, sampled so."""
+    """Rollouts of every candidate on one set: `repeat` of each task, at this temperature."""
 
     tasks: int
     repeat: int
@@ -194,10 +92,9 @@ class EvaluationSet(BaseModel):
 
 
 class Difference(BaseModel):
-    """Mean reward of a candidate less that of the first, task by task; None without a common one.
+    """Mean reward of a candidate less that of the first, task by task; None without a common task.
 
-    Each task is its own comparison, so what makes some tasks harder than others is not in the
-    interval.
+    Tasks are compared one by one, so that their difficulty does not widen the interval.
     """
 
     set: str
@@ -207,13 +104,13 @@ class Difference(BaseModel):
 
 
 class Evaluation(BaseModel):
-    """What `tuner.evaluate()` returns, and `evaluation.json` holds.
+    """Result of `tuner.evaluate()`, and the content of `evaluation.json`.
 
     Attributes:
-        pass_reward: A rollout has passed that has at least so much.
+        pass_reward: A rollout with at least this reward has passed.
         sets: By name.
         candidates: In the order they were given.
-        differences: Of each set, every candidate against the first.
+        differences: For each set, every candidate against the first.
     """
 
     pass_reward: float
@@ -222,16 +119,15 @@ class Evaluation(BaseModel):
     differences: list[Difference]
 
     def __str__(self) -> str:
-        console = table_console()
-        console.print(*self._tables(), sep="\n\n")
-        return "\n".join(line.rstrip() for line in console.export_text().splitlines())
+        return table_text(*self._tables())
 
     def write(self, folder: Path) -> None:
         """Leave `evaluation.json` and `evaluation.html`."""
-        console = table_console()
-        console.print(*self._tables(), sep="\n\n")
         write_atomically(folder / "evaluation.json", self.model_dump_json(indent=2))
-        write_atomically(folder / "evaluation.html", console.export_html(inline_styles=True))
+        write_atomically(
+            folder / "evaluation.html",
+            recorded_tables(*self._tables()).export_html(inline_styles=True),
+        )
 
     def _tables(self) -> Iterator[Table]:
         from rich.table import Table
@@ -255,11 +151,18 @@ class Evaluation(BaseModel):
             yield table
 
 
-def table_console(width: int = 100) -> Console:
-    """Keeps tables, as text or as a page."""
+def recorded_tables(*tables: Table, width: int = 100) -> Console:
+    """A console that was shown the tables, to export them as text or as a page."""
     from rich.console import Console
 
-    return Console(file=io.StringIO(), record=True, width=width, highlight=False)
+    console = Console(file=io.StringIO(), record=True, width=width, highlight=False)
+    console.print(*tables, sep="\n\n")
+    return console
+
+
+def table_text(*tables: Table, width: int = 100) -> str:
+    text = recorded_tables(*tables, width=width).export_text()
+    return "\n".join(line.rstrip() for line in text.splitlines())
 
 
 def _rows(scores: Sequence[SetScores]) -> Iterator[list[str]]:
@@ -281,7 +184,7 @@ def _shown(value: Estimate | None, form: str = ".3f") -> str:
 
 
 def scores_of(traces: Sequence[Trace], wall_seconds: float, pass_reward: float) -> SetScores:
-    """What the rollouts of one set come to."""
+    """Scores of the rollouts of one set."""
     final = [trace for trace in traces if trace.final]
     rewards = list(rewards_by_task(final).values())
     repeat = max(Counter(trace.id.task for trace in final).values())
@@ -304,13 +207,11 @@ def scores_of(traces: Sequence[Trace], wall_seconds: float, pass_reward: float) 
 
 
 def difference(name: str, first: CandidateScores, other: CandidateScores) -> Difference:
-    pairs = zip(other.sets[name].rewards, first.sets[name].rewards, strict=True)
-    return Difference(
-        set=name,
-        candidate=other.name,
-        baseline=first.name,
-        reward=estimate([fmean(new) - fmean(old) for new, old in pairs if new and old]),
+    new, old = (
+        {task: fmean(rewards) for task, rewards in enumerate(one.sets[name].rewards) if rewards}
+        for one in (other, first)
     )
+    return Difference(set=name, candidate=other.name, baseline=first.name, reward=paired(new, old))
 
 
 _FILE = re.compile(r"[^\w.-]+")
@@ -333,9 +234,9 @@ def evaluate(
     config_path: str | Path | None = None,
     overrides: Sequence[str] = (),
 ) -> Evaluation:
-    """Try one or several models on the same tasks; nothing is trained.
+    """Evaluate one or several models on the same tasks; nothing is trained.
 
-    Settings are those of `tune()`, from the same places. Also works inside a running event loop.
+    Takes the settings of `tune()`, from the same places. Also works inside a running event loop.
 
     Args:
         workflow_func, judge_func, environment: As for `tune()`.
@@ -346,14 +247,14 @@ def evaluate(
         k: Rollouts of each task. None: as each set says (`repeat_times`).
         temperature: None: as each set says, and with k above 1 where that is 0,
             `model.temperature`.
-        limit: Take only so many tasks of each set, the first.
+        limit: Take only the first tasks of each set, as many as this.
         output: A new folder for `evaluation.json`, `evaluation.html` and for each candidate a
             folder that `tuner view` shows, with all traces.
         model, auxiliary_models, config_path, overrides: As for `tune()`.
 
     Raises:
         FunctionError, ConfigError, DatasetError, ModelLoadError: As `tune()`.
-        TunerError: A candidate is nothing that can be loaded, or `output` has something in it.
+        TunerError: A candidate cannot be loaded, or `output` is not empty.
         TrainingError: An engine failed.
     """
     require_nothing_loads("evaluate()")
@@ -414,11 +315,7 @@ def _evaluated(
 
 
 def _asked(config: RunConfig, k: int | None, temperature: float | None) -> RunConfig:
-    """The configuration with what was asked for in place of what its sets say.
-
-    Raises:
-        ConfigError: Every rollout of a task would be the same.
-    """
+    """The configuration with these rollouts and this temperature in place of its sets' own."""
     if k is not None and k < 1:
         raise ConfigError(f"k is {k}: give at least one rollout of each task")
     if temperature is not None and temperature < 0:
@@ -442,23 +339,8 @@ def _asked(config: RunConfig, k: int | None, temperature: float | None) -> RunCo
     return config.model_copy(update={"buffer": buffer})
 
 
-def of_configuration(config: RunConfig) -> list[Candidate]:
-    """The weights that its run begins with, and its newest checkpoint if there is one."""
-    model, lora = config.model.model_path, config.model.lora
-    found = [find_candidate(model)]
-    if lora is not None and lora.path is not None:
-        found = [replace(find_candidate(lora.path), base=model)]
-    if RunDirectory(config.run_dir).checkpoint_steps():
-        found.append(find_candidate(config.run_dir))
-    return found
-
-
 def _distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The same, each with a name of its own.
-
-    Raises:
-        ConfigError: One is there twice.
-    """
+    """The same, with unique names; refuses a candidate that is given twice."""
     paths = Counter(one.path for one in candidates)
     if twice := [path for path, count in paths.items() if count > 1]:
         raise ConfigError(f"the candidate {twice[0]} is given twice: leave one out")
@@ -467,11 +349,7 @@ def _distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _new_folder(path: Path) -> Path:
-    """`path`, which is made and private.
-
-    Raises:
-        ConfigError: There is something in it, or it cannot be made.
-    """
+    """`path` as a new private folder; refuses one with something in it."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"output is {str(path)!r}, and something is there: name a new folder")
     make_private(path)
@@ -479,7 +357,7 @@ def _new_folder(path: Path) -> Path:
 
 
 def _scores(run: Run, candidate: Candidate, folder: Path | None) -> CandidateScores:
-    """Load a candidate, try it on every set, and let go of it."""
+    """Load a candidate, try it on every set, and unload it."""
     from tuner.loop import deterministic_torch
 
     config = with_weights(run.config, candidate)
@@ -495,50 +373,32 @@ def _scores(run: Run, candidate: Candidate, folder: Path | None) -> CandidateSco
     return CandidateScores(name=candidate.name, path=candidate.path, sets=sets)
 
 
-def with_weights(config: RunConfig, candidate: Candidate) -> RunConfig:
-    """The configuration with a candidate's weights. Nothing is trained beside generation."""
-    adapters: tuple[LoraSection, ...] = ()
-    if candidate.base is not None:
-        recorded = candidate.recorded_base
-        adapters = (LoraSection(path=candidate.path, base_model_name=recorded),)
-    weights = {"model_path": candidate.base or candidate.path, "lora_configs": adapters}
-    return config.model_copy(
-        update={
-            "model": config.model.model_copy(update=weights),
-            "synchronizer": SynchronizerSection(),
-        }
-    )
-
-
 async def _try(run: Run, name: str, store: TraceStore | None) -> dict[str, SetScores]:
-    """The scores of a model by evaluation set.
-
-    Raises:
-        TrainingError: The engine failed.
-    """
+    """The scores of a model by evaluation set."""
     from rich.console import Console
-
-    from tuner.loop import evaluate_set
-    from tuner.rollouts import Rollouts
-    from tuner.runs.console import ConsoleMonitor
-    from tuner.runs.stack import build_stack
 
     config, found = run.config, dict[str, SetScores]()
     # The results may be read by a program.
     console = ConsoleMonitor(1, Console(stderr=True, highlight=False, soft_wrap=True))
-    stack = build_stack(config, workflow=run.workflow, judge=run.judge, apart=True)
-    async with aclosing(stack):
-        assert stack.runner is not None, "prepare_evaluation() wants a workflow"
-        alone = config.tuner.deterministic
-        running = 1 if alone else config.explorer.runner_per_model
-        rollouts = Rollouts(stack.runner, store, max_running=running)
+    running = 1 if config.tuner.deterministic else config.explorer.runner_per_model
+    trials = CandidateTrials(run.eval_tasks, store, console, running)
+    async with served_here(run, workers=True) as contender:
         console.say(f"{name}: {config.model.model_path}")
         with console:
-            for of_set, tasks in run.eval_tasks.items():
+            for taskset in config.buffer.explorer_input.eval_tasksets:
+                plan = StepPlan(
+                    taskset.name,
+                    0,
+                    run.eval_tasks[taskset.name],
+                    taskset.repeat_times,
+                    SamplingDefaults(**config.rollout_args(taskset).model_dump()),
+                )
+                console.begin(f"evaluation {taskset.name}", len(plan.ids), step=0)
                 began = time.perf_counter()
-                traces = await evaluate_set(config, of_set, tasks, rollouts, console, step=0)
-                if stack.engine.failure is not None:
-                    raise TrainingError(f"{name}, {of_set}: {stack.engine.failure}")
+                try:
+                    traces = await trials.run(contender, plan.ids, plan.defaults)
+                except TrainingError as error:
+                    raise TrainingError(f"{name}, {taskset.name}: {error}") from error
                 seconds = time.perf_counter() - began
-                found[of_set] = scores_of(traces, seconds, config.tuner.pass_reward)
+                found[taskset.name] = scores_of(traces, seconds, config.tuner.pass_reward)
     return found

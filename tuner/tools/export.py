@@ -16,7 +16,7 @@ from tuner.config.schema import DEFAULT_RANK
 from tuner.config.source import GGUF, PACKAGE, lookup
 from tuner.errors import ConfigError, TunerError
 from tuner.runs.directory import MANIFEST, TRAINER_STATE, read_metrics
-from tuner.tools.evaluate import Candidate, find_candidate
+from tuner.tools.candidates import Candidate, find_candidate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,11 +51,6 @@ def export(
 
     Returns:
         The folder, and the address of the commit on the Hub.
-
-    Raises:
-        TunerError: The source is no checkpoint, the folder is not empty, or the Hub refuses.
-        ConfigError: An option does not fit what is exported.
-        ModelLoadError: The weights cannot be loaded.
     """
     candidate = find_candidate(source)
     adapter = candidate.base is not None and not merge
@@ -158,12 +153,7 @@ def _keep_template(candidate: Candidate, folder: Path) -> None:
 
 @contextmanager
 def _filled(folder: Path) -> Iterator[Path]:
-    """A folder beside `folder` that gets its name once it is complete.
-
-    Raises:
-        ConfigError: There is something in `folder`.
-        TunerError: It cannot be written.
-    """
+    """A folder beside `folder` that gets its name once it is complete."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is there and not empty: name a new folder")
     inside = folder.with_name(f".{folder.name}.part")
@@ -184,11 +174,7 @@ def _filled(folder: Path) -> Iterator[Path]:
 
 
 def _push(folder: Path, name: str, *, public: bool) -> str:
-    """Upload a folder; gives the address of the commit.
-
-    Raises:
-        TunerError: The Hub refuses, or cannot be reached.
-    """
+    """Upload a folder; gives the address of the commit."""
     from huggingface_hub import HfApi
 
     try:

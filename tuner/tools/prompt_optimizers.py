@@ -1,6 +1,6 @@
 """The search by GEPA (Agrawal et al., arXiv 2507.19457): the joint between its loop and ours.
 
-GEPA asks for rollouts and for reflections from a thread of its own, and blocks there; both are
+GEPA asks for rollouts and for reflections from its own thread, and blocks there; both are
 made in the event loop. What its loop would swallow (a failing reflection among it) is kept, ends
 the search, and is raised.
 """
@@ -28,24 +28,20 @@ from tuner.runs.console import ConsoleMonitor
 from tuner.runs.directory import RunDirectory, write_atomically
 from tuner.tasks.datasets import Task, row_text
 from tuner.tasks.functions import in_thread
-from tuner.tools.trials import Prompts, Trials
+from tuner.tools.candidates import Prompts, PromptTrials
 from tuner.traces import Call, Trace
 
 T = TypeVar("T")
 logger = logging.getLogger("tuner.prompts")
 CHARACTERS = 4_000
-"""Of a rollout's conversation, what a reflection is shown: its beginning and its end."""
+"""Length of a rollout's conversation in a reflection: its beginning and its end."""
 
 Evaluate = Callable[[Prompts, Sequence[int]], Awaitable[list[Trace]]]
 Ask = Callable[[str], Awaitable[str]]
 
 
 class Bridge:
-    """From the searching thread into the event loop.
-
-    Attributes:
-        failure: What ended the search, or None.
-    """
+    """From the searching thread into the event loop; keeps the failure that ended the search."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -85,13 +81,7 @@ class Bridge:
 
 
 class GepaAdapter:
-    """GEPA's view of our rollouts.
-
-    Args:
-        bridge: Into the event loop.
-        evaluate: Makes the rollouts of a candidate on some rows.
-        failure_score: What a rollout counts as that has no reward.
-    """
+    """GEPA's view of our rollouts; one without a reward scores `failure_score`."""
 
     propose_new_texts = None
     """Without the attribute GEPA swallows every reflection, and gives the first prompt back."""
@@ -117,7 +107,7 @@ class GepaAdapter:
     def make_reflective_dataset(
         self, candidate: dict[str, str], eval_batch: Any, components_to_update: list[str]
     ) -> dict[str, list[dict[str, Any]]]:
-        """What the reflecting model is shown for each component."""
+        """Records that the reflecting model is shown, by component."""
         traces: list[Trace] = eval_batch.trajectories
         return {name: [record(trace, name) for trace in traces] for name in components_to_update}
 
@@ -142,7 +132,7 @@ def _of(trace: Trace) -> str:
 
 
 def _turns(calls: Sequence[Call]) -> list[str]:
-    """What was said, each message once; the system's are the prompts that are searched for."""
+    """Each message once; the system's are the prompts that are searched for."""
     seen, lines = set[str](), list[str]()
     for call in calls:
         for message in [*call.messages, call.response]:
@@ -181,17 +171,8 @@ async def evolve(
 ) -> None:
     """Search by GEPA; `callbacks` are told of every candidate that is compared with the others.
 
-    Args:
-        seed_prompts: What the search begins with.
-        reflect_on: Rows whose rollouts are reflected on.
-        compare_on: Rows that candidates are compared on.
-        evaluate, ask: Make rollouts and reflections.
-        spent_all: Whether the budget is used up; looked at between proposals.
-        callbacks: GEPA's, called in the searching thread.
-        minibatch_size, failure_score, perfect_score, seed: As `PromptTuneConfig` has them.
-
-    Raises:
-        TrainingError, FunctionError: As `evaluate` and `ask`.
+    Rollouts on the rows `reflect_on` are reflected on; those on `compare_on` decide. `spent_all` is
+    asked between proposals.
     """
     from gepa.api import optimize
 
@@ -230,20 +211,10 @@ class _Quiet:
 
 @dataclass(eq=False)
 class CandidateTree:
-    """The candidates that were compared, as `tree.json` keeps them and people hear of them.
-
-    GEPA calls its `on_` methods.
-
-    Args:
-        directory: The run's.
-        trials: Made the rollouts.
-        monitor: Where people look.
-        compare_on: The rows that candidates are compared on.
-        budget: Rollouts of the search, where they are limited.
-    """
+    """The candidates that were compared, kept in `tree.json`; GEPA calls the `on_` methods."""
 
     directory: RunDirectory
-    trials: Trials
+    trials: PromptTrials
     monitor: ConsoleMonitor
     compare_on: Sequence[int]
     budget: int | None
@@ -254,13 +225,7 @@ class CandidateTree:
     _began: float = field(default_factory=time.perf_counter, init=False)
 
     def add(self, prompts: Prompts, parents: Sequence[int], scores: Mapping[int, float]) -> None:
-        """A candidate was compared with the others.
-
-        Args:
-            prompts: Its texts.
-            parents: Places of those that it came of, in the order in which they were compared.
-            scores: Of each row.
-        """
+        """Add a compared candidate with its score on each row; `parents` count compared ones."""
         number, mean = self.trials.log.number(prompts), fmean(scores.values())
         before = [self._accepted[place] for place in parents]
         self._accepted.append(
@@ -282,7 +247,7 @@ class CandidateTree:
 
     @property
     def first(self) -> dict[str, Any]:
-        """What the search began with."""
+        """The prompts that the search began with."""
         return self._accepted[0]
 
     @property
@@ -351,7 +316,7 @@ _optuna_log = logging.getLogger("tuner")
 SHOWN = 10
 """Rollouts of the first texts, of which proposals are shown some that went well."""
 DEMONSTRATIONS = 3
-"""Of those, in one proposal."""
+"""Rollouts among them that one proposal is shown."""
 DESCRIBED = 100
 """Rows that the reflecting model describes before it proposes."""
 # MIPROv2's: with more rows that decide, most combinations are tried on a part of them.
@@ -359,21 +324,12 @@ FULL, MINIBATCH = 50, 35
 
 
 class _Ended(BaseException):
-    """Ends the search. MIPROv2 catches every Exception, and goes on with a score of 0."""
+    """Ends the search. MIPROv2 catches every Exception, and continues with a score of 0."""
 
 
 @dataclass(eq=False)
 class _Scores:
-    """What combinations of texts score; each is tried on a row once, as with DSPy's own cache.
-
-    Args:
-        bridge: Into the event loop.
-        evaluate: Makes the rollouts of a candidate on some rows.
-        tree: Takes candidates that were tried on all rows that decide.
-        first: The texts to begin with, which are tried whatever the budget.
-        failure_score: What a rollout counts as that has no reward.
-        spent_all: Whether the budget is used up.
-    """
+    """Scores of combinations of texts; each is tried on a row once, as with DSPy's own cache."""
 
     bridge: Bridge
     evaluate: Evaluate
@@ -440,21 +396,10 @@ async def instruct(
     failure_score: float,
     seed: int,
 ) -> None:
-    """Search by MIPROv2; what was compared is in `tree`, the first texts at least.
+    """Search by MIPROv2; `tree` gets what was compared, the first texts at least.
 
-    Args:
-        first: What the search begins with.
-        tasks: The rows.
-        reflect_on: Those that proposals are made from; the tree has those that decide.
-        evaluate, ask: Make rollouts and reflections.
-        tree: Its budget says, where it has one, how many texts are proposed.
-        spent_all: Whether the budget is used up; looked at before each trial.
-        most: Texts for each component, with the first.
-        failure_score, seed: As `PromptTuneConfig` has them.
-
-    Raises:
-        TrainingError, FunctionError: As `evaluate` and `ask`, or the reflecting model does not
-            answer in the form that DSPy asks for.
+    Proposals are made from the rows `reflect_on`, at most `most` for each component, the first text
+    included. `spent_all` is asked before each trial.
     """
     bridge = Bridge()
     scores = _Scores(bridge, evaluate, tree, first, failure_score, spent_all)

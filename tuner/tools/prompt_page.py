@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from tuner.runs.directory import OBJECTS, RunDirectory, write_atomically
-from tuner.runs.estimates import estimate
+from tuner.runs.estimates import estimate, paired
 from tuner.tasks.datasets import row_text
-from tuner.tools.trials import SEARCH
+from tuner.tools.candidates import SEARCH
 from tuner.traces import RolloutId
 from tuner.traces.store import read_traces
 
@@ -28,11 +28,11 @@ logger = logging.getLogger("tuner")
 NAME = "prompts.html"
 ASSETS = Path(__file__).with_name("assets")
 PROMPT_CHARACTERS = 20_000
-"""Of a prompt's text; what is longer is cut, and says so."""
+"""Longest text of a prompt; a longer one is cut, and says so."""
 SAID_CHARACTERS = 500
-"""Of a task, a response or feedback."""
+"""Longest text of a task, a response or feedback."""
 ROLLOUT_CHARACTERS = 1_500_000
-"""Of all rollouts that are shown; those of other tasks are left out, and counted."""
+"""All rollouts that are shown together; other tasks are left out, and counted."""
 OVERHEAD = 120
 """Characters of the page around a rollout's texts."""
 WORDS = 2_000
@@ -41,15 +41,8 @@ SHADES = 8
 
 
 @dataclass(frozen=True)
-class Tried:
-    """A rollout, as the page shows it.
-
-    Attributes:
-        id: Which it is.
-        reward: Its reward, or None.
-        outcome: How it ended.
-        task, response, said: The row, the response, and the judge's feedback or the error, cut.
-    """
+class ShownRollout:
+    """A rollout as the page shows it; `said` is the judge's feedback, or the error."""
 
     id: RolloutId
     reward: float | None
@@ -64,19 +57,11 @@ class Tried:
 
 
 @dataclass
-class Node:
-    """A candidate that was compared with the others.
+class ComparedPrompt:
+    """A candidate that was compared with the others; its number is the step of its traces.
 
-    Attributes:
-        number: Its number, which is the step of its traces.
-        mean: Of its scores.
-        interval: The mean as text, with the interval of other tasks.
-        gain: What it has more than its parent, or None.
-        changed: The texts that are not its parent's: the difference and the whole, by component.
-        best_on, alone_on: Tasks that none is better on, and no other is as good on.
-        rejected: Proposals of it that were no better.
-        failed: Its rollouts without a reward, by outcome.
-        children: Those that came of it.
+    `changed` has the texts that are not its parent's, as difference and whole, by component;
+    `best_on` and `alone_on` count tasks that none is better on, and no other is as good on.
     """
 
     number: int
@@ -88,27 +73,18 @@ class Node:
     alone_on: int = 0
     rejected: list[dict[str, Any]] = field(default_factory=list)
     failed: Counter[str] = field(default_factory=Counter)
-    children: list[Node] = field(default_factory=list)
+    children: list[ComparedPrompt] = field(default_factory=list)
 
 
 def write_page(run: Path, *, stopped: str | None = None) -> Path:
-    """Write `prompts.html` into the run directory of a search, atomically.
-
-    Args:
-        run: The run directory.
-        stopped: Why the search stopped before its end, where that is known.
-
-    Raises:
-        TunerError: A file of the run is damaged.
-        OSError: It cannot be written.
-    """
+    """Write `prompts.html` into the directory of a search; `stopped` says why it ended early."""
     path = run / NAME
     write_atomically(path, page(run, stopped).encode(errors="replace").decode())
     return path
 
 
 def leave_page(directory: RunDirectory, stopped: str | None) -> Path | None:
-    """As `write_page()`; the search has ended by now: whatever goes wrong here is only said."""
+    """`write_page()` after the search has ended: an error here is only logged."""
     try:
         return write_page(directory.path, stopped=stopped)
     except Exception as error:
@@ -123,7 +99,7 @@ def leave_page(directory: RunDirectory, stopped: str | None) -> Path | None:
 
 
 def is_search(run: Path) -> bool:
-    """Whether a run directory is that of a search."""
+    """True of the directory of a search for prompts."""
     return (run / "search.json").is_file()
 
 
@@ -177,17 +153,17 @@ def _read(path: Path, remedy: str) -> Any:
 
 
 def _setting(value: Any) -> Any:
-    """A remote model by its name: its URL is nobody's business who reads the page."""
+    """A remote model by its name; the URL is omitted because the page may be shared."""
     return value["model_name"] if isinstance(value, dict) else value
 
 
-def _tried(folder: Path) -> Iterator[Tried]:
+def _tried(folder: Path) -> Iterator[ShownRollout]:
     """The rollouts of a search, without those that another attempt replaced."""
     for path in sorted(folder.glob("*.jsonl")):
-        for trace in read_traces(path, skip=True):
+        for trace in read_traces(path):
             if trace.final:
                 said = "\n".join(filter(None, (trace.feedback, trace.error)))
-                yield Tried(
+                yield ShownRollout(
                     trace.id,
                     trace.reward,
                     trace.outcome.value,
@@ -202,9 +178,9 @@ def _cut(text: str, limit: int) -> str:
     return text if left <= 0 else f"{text[:limit]} [... {left} more characters]"
 
 
-def _nodes(tree: Mapping[str, Any], tried: Sequence[Tried]) -> list[Node]:
+def _nodes(tree: Mapping[str, Any], tried: Sequence[ShownRollout]) -> list[ComparedPrompt]:
     """The candidates in the order in which they were compared; the first is the root."""
-    nodes: dict[int, Node] = {}
+    nodes: dict[int, ComparedPrompt] = {}
     texts: dict[int, dict[str, str]] = {}
     for one in tree["candidates"]:
         number, parent = one["number"], nodes.get(next(iter(one["parents"]), -1))
@@ -213,7 +189,7 @@ def _nodes(tree: Mapping[str, Any], tried: Sequence[Tried]) -> list[Node]:
         texts[number] = one["prompts"]
         before = {} if parent is None else texts[parent.number]
         found = estimate(list(one["scores"].values()))
-        nodes[number] = Node(
+        nodes[number] = ComparedPrompt(
             number,
             one["mean"],
             "" if found is None else found.text(),
@@ -238,7 +214,7 @@ def _nodes(tree: Mapping[str, Any], tried: Sequence[Tried]) -> list[Node]:
     return list(nodes.values())
 
 
-def _ordered(roots: Sequence[Node]) -> list[tuple[Node, int]]:
+def _ordered(roots: Sequence[ComparedPrompt]) -> list[tuple[ComparedPrompt, int]]:
     """Each candidate before those that came of it, and how many lists of children end with it."""
     found, left = [], [(node, 0) for node in roots]
     while left:
@@ -261,10 +237,9 @@ def _prompt(text: str) -> str:
 
 
 def difference(before: str, after: str) -> list[tuple[str, str]]:
-    """What becomes of a text, word by word, or line by line where it is long.
+    """The change of a text, word by word, or line by line where it is long.
 
-    Returns:
-        Pieces as ("same" or "del" or "ins", text); without "del" they are the text after.
+    Pieces are ("same" or "del" or "ins", text); without "del" they are the text after.
     """
     before, after = _prompt(before), _prompt(after)
     old, new = (re.findall(r"\s*\S+|\s+$", text) for text in (before, after))
@@ -280,7 +255,7 @@ def difference(before: str, after: str) -> list[tuple[str, str]]:
     return [(kind, text) for kind, text in pieces if text]
 
 
-def _rewarded(tried: Sequence[Tried]) -> set[tuple[int, int]]:
+def _rewarded(tried: Sequence[ShownRollout]) -> set[tuple[int, int]]:
     """The candidate and the row of each rollout of the search that came to a reward."""
     return {
         (one.id.step, one.id.task)
@@ -290,9 +265,9 @@ def _rewarded(tried: Sequence[Tried]) -> set[tuple[int, int]]:
 
 
 def _front(tree: Mapping[str, Any], rewarded: Collection[tuple[int, int]]) -> dict[int, set[int]]:
-    """For each task that decides the candidates that none is better than: the Pareto front.
+    """The Pareto front: for each task that decides, the candidates that none is better than.
 
-    Those are left out whose rollouts all failed there.
+    Leaves out those whose rollouts all failed there.
     """
     scores: defaultdict[int, dict[int, float]] = defaultdict(dict)
     for one in tree["candidates"]:
@@ -307,7 +282,7 @@ def _front(tree: Mapping[str, Any], rewarded: Collection[tuple[int, int]]) -> di
 
 
 def _heat(
-    tree: Mapping[str, Any], tried: Sequence[Tried]
+    tree: Mapping[str, Any], tried: Sequence[ShownRollout]
 ) -> list[tuple[int, list[tuple[str, str]]]]:
     """For each task that decides its row and, for each candidate, a score with its classes.
 
@@ -353,8 +328,8 @@ def _curve(candidates: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     return {"points": points, "path": path, "low": low, "high": high, "rollouts": right}
 
 
-def _held_out(tried: Sequence[Tried], best: Node | None) -> dict[str, Any]:
-    """What was scored on rows that the search has not seen, and what was gained on them."""
+def _held_out(tried: Sequence[ShownRollout], best: ComparedPrompt | None) -> dict[str, Any]:
+    """Scores on rows that the search has not seen, and the gain on them."""
     found: defaultdict[tuple[int, int], dict[int, float]] = defaultdict(dict)
     failed: Counter[tuple[int, int]] = Counter()
     for one in tried:
@@ -371,17 +346,18 @@ def _held_out(tried: Sequence[Tried], best: Node | None) -> dict[str, Any]:
     after = max((times for times in found if best and times[0] == best.number), default=None)
     if before is None or after is None or before == after:
         return {"lines": lines, "gain": None}
-    rows = sorted(found[before].keys() & found[after].keys())
-    gain = estimate([found[after][row] - found[before][row] for row in rows])
+    gain = paired(dict(sorted(found[after].items())), found[before])
     return {"lines": lines, "gain": None if gain is None else gain.text("+.3f")}
 
 
-def _shown(tried: Sequence[Tried]) -> tuple[list[tuple[str, int, str, list[Tried]]], int]:
+def _shown(
+    tried: Sequence[ShownRollout],
+) -> tuple[list[tuple[str, int, str, list[ShownRollout]]], int]:
     """The tasks whose rollouts are shown, and how many are left out for the size of the page.
 
     Those come first whose rollouts tell candidates from each other: their rewards differ most.
     """
-    of_task: defaultdict[tuple[str, int], list[Tried]] = defaultdict(list)
+    of_task: defaultdict[tuple[str, int], list[ShownRollout]] = defaultdict(list)
     for one in tried:
         of_task[one.id.split, one.id.task].append(one)
 

@@ -1,38 +1,65 @@
-"""`tuner rebase`: the judge was wrong. Its mended version judges what was recorded, and the run
-goes on, in a directory of its own, from the first step in which a reward changed.
+"""`tuner rebase`: a fixed judge judges a run's recorded rollouts, and the run is trained again from
+the first step in which a reward changed.
 
-What of the old directory is in the new one is in `tuner.tools.rebase_files`, and what the loop
-does with it in `tuner.runs.rebased`.
+The new run's directory is made from the old run's, which stays as it is:
+
+    traces of training       all, with their new rewards; from the first changed step on marked as
+                             another run's (`Trace.foreign_from`)
+    ... of evaluations       those of weights that both runs have, with their new rewards; others go
+                             to set_aside/ as they are
+    metrics, checkpoints     those before the first changed step
+    batches, branching       all: which groups a step takes does not change
+    rebase.json              what was found (`tuner.runs.rebased`, which the loop resumes by)
+
+It has another name until it is complete, so a preparation that was killed starts over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import math
+import os
+import re
+import shutil
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tuner.config import RunConfig
 from tuner.config.algorithms import ADVANTAGES
 from tuner.config.load import checked, read_layers
 from tuner.environments.seam import Parts, named_in
 from tuner.errors import ConfigError, TunerError
-from tuner.runs.directory import outside_event_loop
+from tuner.rollouts.chat_models import default_kind
+from tuner.rollouts.groups import BatchLog, taken_until
+from tuner.runs.auxiliary import AuxiliaryModels
+from tuner.runs.directory import (
+    MAY_CHANGE_HERE,
+    RunDirectory,
+    check_same_run,
+    held,
+    make_private,
+    outside_event_loop,
+    read_metrics,
+    run_async,
+    write_atomically,
+)
+from tuner.runs.rebased import RebaseRecord, read_rebase, training_files, write_traces
 from tuner.runs.result import TuneResult
 from tuner.tasks.functions import check_judge_function
 from tuner.tasks.loading import load_function, require_nothing_loads, without_collection
-from tuner.traces import read_traces
+from tuner.tasks.selection import planned_steps
+from tuner.tools.judging import JudgeCalls, asks_for_models, was_judged
+from tuner.traces import Trace, read_traces
 from tuner.tune import Run, leave_report, prepare
 
-if TYPE_CHECKING:
-    from tuner.runs.directory import RunDirectory
-    from tuner.runs.rebased import RebaseRecord
-
-
 LEAST = 0.9
-"""Of the tokens what they must be worth, where nobody says it."""
+"""Default of `min_effective_samples`."""
 MOST = 0.5
-"""Of the steps how many are trained again, likewise."""
+"""Default of `max_reused`."""
 Function = Callable[..., Any]
 
 
@@ -42,7 +69,7 @@ class Rebase:
 
     Attributes:
         result: Of the new run.
-        record: What of the old one was used, step by step, and why no more; as in `rebase.json`.
+        record: Use of each step of the old run, and why no more was used; as in `rebase.json`.
     """
 
     result: TuneResult
@@ -66,26 +93,26 @@ def rebase(
 ) -> Rebase:
     """Judge a run's recorded rollouts again, and train from the first step that this changes.
 
-    The run itself stays as it is. Calling this again goes on with a rebase that was interrupted.
+    The run itself stays as it is. Calling this again resumes a rebase that was interrupted.
 
     Args:
         run: The run directory.
-        judge: The mended judge, or `package.module:function` or `path/file.py:function`.
-        workflow: Likewise, as it was; None: the one that the run's configuration names.
+        judge: The fixed judge, or `package.module:function` or `path/file.py:function`.
+        workflow: Likewise, unchanged; None: the one that the run's configuration names.
         train_dataset, eval_dataset: As `tune()` was given them; None: the configuration's.
-        name: Name of the new run, beside the old one; `<run>-rebased`.
-        min_effective_samples: What the tokens recorded for a step must be worth to the weights that
-            it trains, as a share of them: (sum w)^2 / (n sum w^2), with the weights that the loss
-            gives them. From the first step on where they are worth less, rollouts are made anew.
-        max_reused: Of the steps from the first changed one on at most so many are trained from what
-            was recorded, as a share; the others are for what the old policy never tried.
-        overrides: `key=value` strings, of what may change in a run that goes on, and secrets.
+        name: Name of the new run, beside the old one; None: `<run>-rebased`.
+        min_effective_samples: Least effective sample size of a step's recorded tokens under the
+            weights that it trains, as a share of the tokens: (sum w)^2 / (n sum w^2), with the
+            weights that the loss gives them. From the first step below it, rollouts are sampled.
+        max_reused: Share of the steps from the first changed one on that may be trained from
+            recorded rollouts; the others sample, so that the run tries what the old policy did not.
+        overrides: `key=value` strings for settings that may change in a resumed run, and secrets.
 
     Raises:
-        ConfigError: The run cannot be rebased, or another run has the new name; says why.
+        ConfigError: The run cannot be rebased, or another run has the new name.
         FunctionError: A function cannot be called, or the judge returned something else.
-        DatasetError: A dataset is not there.
-        TunerError: There is no such run, or something of it is damaged.
+        DatasetError: A dataset is missing.
+        TunerError: There is no such run, or one of its files is damaged.
         TrainingError: Training failed; the message is the diagnosis.
     """
     require_nothing_loads("rebase()")
@@ -143,10 +170,6 @@ def _rebased(
 ) -> Rebase:
     with without_collection():
         from tuner.loop import run_local
-        from tuner.runs.directory import RunDirectory, held
-        from tuner.runs.rebased import RebaseRecord, read_rebase
-        from tuner.tasks.selection import planned_steps
-        from tuner.tools.rebase_files import Preparation
 
     new = RunDirectory(run.config.run_dir)
     asked = RebaseRecord(
@@ -156,10 +179,10 @@ def _rebased(
         max_reused=most,
     )
     if new.path.exists():
-        _check_goes_on(new, asked)
+        _check_resumes(new, asked)
     else:
         _check_same(old, before, run)
-        assert run.judge is not None, "there is the mended one"
+        assert run.judge is not None, "a judge was given"
         with held(old.path):
             steps = planned_steps(run.config, len(run.train_tasks))
             Preparation(old, new, run.config, run.judge, asked, steps).make()
@@ -170,12 +193,7 @@ def _rebased(
 
 
 def _directory(path: Path) -> RunDirectory:
-    """
-    Raises:
-        TunerError: It is no run that trained on rollouts here.
-    """
-    from tuner.runs.directory import RunDirectory
-
+    """Refuses a folder that is no run that trained on rollouts here."""
     found = RunDirectory(path)
     if not found.traces.is_dir() or not found.config.is_file():
         raise TunerError(
@@ -188,11 +206,7 @@ def _directory(path: Path) -> RunDirectory:
 
 
 def _configuration(old: RunDirectory) -> RunConfig:
-    """What the run was started with; secrets are masked.
-
-    Raises:
-        ConfigError: Such a run cannot be rebased.
-    """
+    """The run's configuration, with masked secrets; refuses a run that cannot be rebased."""
     layers = read_layers(old.config, stored=True)
     if layers.backend == "trinity":
         raise ConfigError(
@@ -231,10 +245,6 @@ def _configuration(old: RunDirectory) -> RunConfig:
 
 
 def _workflow(old: RunDirectory, config: RunConfig, given: Function | str | None) -> Function:
-    """
-    Raises:
-        ConfigError: It cannot be loaded, or nothing names one.
-    """
     if callable(given):
         return given
     if given is not None:
@@ -251,13 +261,7 @@ def _workflow(old: RunDirectory, config: RunConfig, given: Function | str | None
     return load_function(config.tuner.workflow, setting=f"{old.config}: tuner.workflow")
 
 
-def _check_goes_on(new: RunDirectory, asked: RebaseRecord) -> None:
-    """
-    Raises:
-        ConfigError: What has the new name is not this rebase.
-    """
-    from tuner.runs.rebased import read_rebase
-
+def _check_resumes(new: RunDirectory, asked: RebaseRecord) -> None:
     found = read_rebase(new)
     if found is None:
         raise ConfigError(f"{new.path} is another run: give this one another name (--name)")
@@ -276,11 +280,7 @@ def _check_goes_on(new: RunDirectory, asked: RebaseRecord) -> None:
 
 
 def _check_same(old: RunDirectory, before: RunConfig, run: Run) -> None:
-    """
-    Raises:
-        ConfigError: Another setting than the judge has changed, or the data.
-    """
-    from tuner.runs.directory import MAY_CHANGE_HERE, check_same_run
+    """Refuses a change of the data, or of another setting than the judge."""
     from tuner.runs.record import fingerprints
 
     # One that no file can name has none there.
@@ -296,3 +296,195 @@ def _check_same(old: RunDirectory, before: RunConfig, run: Run) -> None:
         fingerprints(run.config, data),
         may_change=may_change,
     )
+
+
+@dataclass(eq=False)
+class Preparation:
+    """Makes a run's directory from another's, and adds what it finds to the record."""
+
+    old: RunDirectory
+    new: RunDirectory
+    config: RunConfig
+    judge: Callable[..., Any]
+    record: RebaseRecord
+    total_steps: int
+
+    def __post_init__(self) -> None:
+        self._batch = self.config.buffer.batch_size
+        self._metrics = read_metrics(self.old.metrics, up_to=sys.maxsize)
+        self.record.trained = max((int(row["step"]) for row in self._metrics), default=0)
+        taken = BatchLog(self.old.batches).read()
+        self._trained = taken_until(taken, self.record.trained, batch=self._batch)
+        noted = max(taken, default=0)
+        self._step_of = {
+            number: step
+            for step in range(1, max(self.record.trained, noted) + 1)
+            for number in taken.get(step, range((step - 1) * self._batch, step * self._batch))
+        }
+        self._last = max(self._step_of.values(), default=0)
+        self._differ: set[tuple[str, int]] = set()  # files in which something is not as it was
+
+    def make(self) -> None:
+        unfinished = self.new.path.with_name(f".{self.new.path.name}.rebase")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        make_private(unfinished)
+        to = RunDirectory(unfinished)
+        to.traces.mkdir()
+        run_async(self._judge(to))
+        self._mark(to)
+        for path in (self.old.path / "data.json", self.old.batches, self.old.branching):
+            if path.exists():
+                shutil.copyfile(path, to.path / path.name)
+        to.checkpoints.mkdir()
+        for step in self.old.checkpoint_steps():
+            if self._is_kept(step):
+                shutil.copytree(self.old.checkpoint(step), to.checkpoint(step))
+        rows = [self._row(row, to) for row in self._metrics if self._is_kept(row["step"])]
+        write_atomically(to.metrics, "".join(f"{json.dumps(row)}\n" for row in rows))
+        write_atomically(to.config, self.config.to_yaml())
+        write_atomically(to.rebase, self.record.model_dump_json(indent=2))
+        os.replace(unfinished, self.new.path)
+
+    def _is_kept(self, step: float) -> bool:
+        """True where both runs have what followed a step."""
+        return self.record.first_changed is None or step < self.record.first_changed
+
+    def _step(self, trace: Trace) -> int:
+        """The step that took a rollout, or the first that may."""
+        number = self._number(trace)
+        return self._step_of.get(number, max(trace.id.step, self._last + 1))
+
+    def _number(self, trace: Trace) -> int:
+        return (trace.id.step - 1) * self._batch + trace.id.task
+
+    async def _judge(self, to: RunDirectory) -> None:
+        """Judge all training rollouts, then evaluations of weights that both runs have."""
+        async with self._auxiliary() as auxiliary:
+            limits = self.config.explorer
+            calls = JudgeCalls(
+                self.judge,
+                auxiliary.opened,
+                seed=self.config.tuner.seed,
+                timeout=limits.max_timeout,
+                retries=limits.max_retry_times,
+            )
+            for step, path in training_files(self.old.traces):
+                before = list(read_traces(path))
+                after = await _judged_again(calls, before)
+                for was, now in zip(before, after, strict=True):
+                    self._tell(was, now)
+                self._write(to.traces / path.name, ("train", step), before, after)
+            changed = [one.step for one in self.record.steps if one.changed]
+            self.record.first_changed = min(changed, default=None)
+            for name, step, path in evaluation_files(self.old.traces):
+                before = list(read_traces(path))
+                if not self._is_kept(step):
+                    to.set_aside.mkdir(exist_ok=True)
+                    write_traces(to.set_aside / path.name, before)
+                    self.record.evaluations_set_aside += sum(trace.final for trace in before)
+                    continue
+                after = await _judged_again(calls, before)
+                self.record.evaluations_judged += sum(map(was_judged, before))
+                self.record.evaluations_changed += sum(
+                    was.reward != now.reward for was, now in zip(before, after, strict=True)
+                )
+                self._write(to.traces / path.name, (name, step), before, after)
+
+    def _write(
+        self, path: Path, of: tuple[str, int], before: Sequence[Trace], after: Sequence[Trace]
+    ) -> None:
+        if before != after:
+            self._differ.add(of)
+        write_traces(path, after)
+
+    def _tell(self, was: Trace, now: Trace) -> None:
+        """Count a rollout of training."""
+        noted = self.record.of_step(self._step(was))
+        noted.judged += was_judged(was)
+        noted.changed += was.reward != now.reward
+        noted.rollouts += was.final
+        noted.tokens += was.sampled_tokens
+
+    @asynccontextmanager
+    async def _auxiliary(self) -> AsyncIterator[AuxiliaryModels]:
+        """The run's auxiliary models, loaded only for a judge that takes them."""
+        from tuner.runs.models import choose_device, choose_dtype
+        from tuner.runs.stack import add_auxiliary_models
+
+        auxiliary, config = AuxiliaryModels(default_kind()), self.config
+        try:
+            if asks_for_models(self.judge):
+                device = choose_device(config.tuner.device)
+                dtype = choose_dtype(config.tuner.dtype, device)
+                add_auxiliary_models(auxiliary, config, device, dtype)
+            yield auxiliary
+        finally:
+            await auxiliary.aclose()
+
+    def _mark(self, to: RunDirectory) -> None:
+        """Mark the traces that the first changed step and later ones take as another run's.
+
+        With branching a group that no step took may be incomplete, and the rest of it would depend
+        on rewards: it is set aside.
+        """
+        first = self.record.first_changed
+        for one in self.record.steps:
+            one.use = "kept" if first is None or one.step < first else ""
+        if first is None:
+            return
+        # A step without anything to train has no metrics of an update.
+        updates = sum(
+            any(name.startswith("train/") for name in row)
+            for row in self._metrics
+            if row["step"] < first
+        )
+        self.record.foreign_from = updates + 1
+        again = self.record.max_reused * (self.total_steps - first + 1)
+        self.record.last_again = first - 1 + max(1, math.floor(again))
+        for _, path in training_files(to.traces):
+            kept: list[Trace] = []
+            aside: list[Trace] = []
+            for trace in read_traces(path):
+                if self._step(trace) >= first:
+                    trace = replace(trace, foreign_from=updates + 1)
+                branches = self.config.tuner.branching is not None
+                whole = self._number(trace) in self._trained
+                (aside if branches and not whole else kept).append(trace)
+            if aside:
+                to.set_aside.mkdir(exist_ok=True)
+                write_traces(to.set_aside / path.name, aside)
+                for trace in aside:
+                    self.record.of_step(self._step(trace)).use = "anew"
+            write_traces(path, kept)
+
+    def _row(self, row: dict[str, Any], to: RunDirectory) -> dict[str, Any]:
+        """The metrics of a step that is kept, with new ones where rewards changed."""
+        from tuner.runs.metrics import evaluation_metrics, rollout_metrics
+
+        step, pass_reward = int(row["step"]), self.config.tuner.pass_reward
+        files = sorted({n // self._batch + 1 for n, at in self._step_of.items() if at == step})
+        if any(("train", number) in self._differ for number in files):
+            paths = [path for number, path in training_files(to.traces) if number in files]
+            traces = [t for path in paths for t in read_traces(path) if self._step(t) == step]
+            row = {k: v for k, v in row.items() if not k.startswith("workflow/")}
+            row |= rollout_metrics(traces)
+        for name, of, path in evaluation_files(to.traces):
+            if of == step and (name, of) in self._differ:
+                prefix = f"eval/{name}/"
+                row = {k: v for k, v in row.items() if not k.startswith(prefix)}
+                row |= evaluation_metrics(name, list(read_traces(path)), pass_reward=pass_reward)
+        return row
+
+
+async def _judged_again(calls: JudgeCalls, traces: Sequence[Trace]) -> list[Trace]:
+    """The traces as the run would have left them with these judgements."""
+    found = await calls.judge_traces(traces, was_judged)
+    pairs = zip(traces, found, strict=True)
+    return [trace if judgement is None else judgement.on(trace) for trace, judgement in pairs]
+
+
+def evaluation_files(folder: Path) -> Iterator[tuple[str, int, Path]]:
+    """Evaluation set, step and file of each that is in a folder of traces."""
+    for path in sorted(folder.iterdir()):
+        if match := re.fullmatch(r"(.+)_step_(\d+)\.jsonl", path.name):
+            yield match[1], int(match[2]), path

@@ -40,7 +40,7 @@ from tuner.tasks.functions import (
     response_text,
 )
 from tuner.tasks.selection import derive_seed, seed_everything
-from tuner.tools.evaluate import Candidate, find_candidate, of_configuration, with_weights
+from tuner.tools.candidates import Candidate, find_candidate, of_configuration, with_weights
 from tuner.tools.recorded_run import RecordedRollout, find_rollout
 from tuner.traces import Call, Outcome
 
@@ -164,12 +164,6 @@ def run_again(
         sample: Whether a model goes on where the script ends or is left.
         candidate: Whose weights it has, as for `tuner.evaluate`; None: the run's newest.
         seed: Of what is sampled.
-
-    Raises:
-        TunerError: There is no such rollout, or it cannot be given back.
-        ConfigError, FunctionError: A function cannot be loaded, or returned something of the wrong
-            type; an option does not fit the rollout.
-        ModelLoadError: The tokenizer, or with `sample` the weights, cannot be loaded.
     """
     recorded = find_rollout(Path(run), name)
     point = _point(recorded, until)

@@ -1,30 +1,68 @@
-"""`select_model()`: try models on the same tasks, and say which is best and how sure that is."""
+"""`select_model()`: evaluate models on the same tasks; the best, and how sure that is."""
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import json
+import random
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
 
 from tuner.config import RemoteModel
-from tuner.errors import ConfigError
+from tuner.config.keys import located, require_model_libraries
+from tuner.config.schema import Penalize
+from tuner.errors import ConfigError, TrainingError
+from tuner.gateway import SamplingDefaults
+from tuner.rollouts.observed import is_chat_model, name_of, observed, session_of
+from tuner.runs.console import ConsoleMonitor
+from tuner.runs.directory import RunDirectory, write_atomically
+from tuner.runs.estimates import Estimate, estimate, paired
 from tuner.tasks.datasets import Task
 from tuner.tasks.functions import (
     JUDGE,
     JudgeOutput,
+    WorkflowOutput,
     as_judge_output,
     call_function,
+    call_workflow,
     check_function,
     check_workflow_function,
+    response_text,
 )
 from tuner.tasks.loading import require_nothing_loads
 from tuner.tasks.settings import TunerModelConfig
-from tuner.tools.trials import SELECTION, Prices
+from tuner.tools.candidates import (
+    SELECTION,
+    Candidate,
+    CandidateLog,
+    CandidateTrials,
+    Contender,
+    Prices,
+    Spent,
+    elsewhere,
+    find_candidate,
+    served_here,
+    with_weights,
+)
+from tuner.tools.evaluate import table_text
 from tuner.tools.tune_prompt import check_judges_alone, rows_of
-from tuner.tune import prepare_evaluation
+from tuner.traces import RolloutId, Trace, TraceStore, Usage
+from tuner.tune import Run, prepare_evaluation
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 async def select_model(
@@ -47,12 +85,12 @@ async def select_model(
 
     Candidates are tried one after the other; one that is served here is loaded when its turn comes
     and let go after it. The run directory has every rollout as a trace, for `tuner view`, and in
-    `result.json` where every candidate stands. A selection that was interrupted goes on where it
+    `result.json` where every candidate stands. A selection that was interrupted resumes where it
     stopped when it is called again with the same `experiment_name`, also with further candidates.
 
     Args:
         workflow_func: Runs the agent on one task, as for `tune()`. It gets the candidate: a chat
-            model of AgentScope as an object of its own class, any other as in `tune()`.
+            model of AgentScope as an object of the same class, any other as in `tune()`.
         judge_func: Scores `{"response": ..., "metrics": {...}}`: the workflow's response, and its
             metrics with "execution_time" (seconds), "input_tokens", "output_tokens" and
             "total_tokens" of the candidate. Otherwise as for `tune()`; `task` may be called
@@ -105,13 +143,6 @@ async def select_model(
     # These import PyTorch: only once the rest is in order.
     from tuner.loop import deterministic_torch
     from tuner.runs.record import open_directory
-    from tuner.tools.model_selection import (
-        Selection,
-        Tried,
-        model_candidates,
-        penalty_of,
-        rounds_of,
-    )
 
     candidates = model_candidates(
         candidate_models, run, lambda model: prepare(model=model), prices or {}
@@ -121,10 +152,10 @@ async def select_model(
         deterministic_torch(run.config.tuner.deterministic),
     ):
         rounds = rounds_of(len(tasks), run.config.tuner.seed) if early_stopping else None
-        selection = Selection(
+        selection = ModelSelection(
             workflow=workflow_func,
             run=run,
-            tried=[Tried(one, penalty_of(run)) for one in candidates],
+            tried=[CandidateRecord(one, penalty_of(run)) for one in candidates],
             rounds=rounds or [range(len(tasks))],
             max_running=1 if run.config.tuner.deterministic else max_threads,
             directory=directory,
@@ -134,11 +165,7 @@ async def select_model(
 
 
 def _judge(given: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """A judge as `tune()` takes it, of one whose task may be called `_task`.
-
-    Raises:
-        FunctionError: It has a `_task`, and its other parameters do not fit.
-    """
+    """A judge as `tune()` takes it, of one whose task may be called `_task`."""
     parameters = inspect.signature(given).parameters if callable(given) else {}
     if given is None or "_task" not in parameters or "task" in parameters:
         return given
@@ -154,3 +181,494 @@ def _judge(given: Callable[..., Any] | None) -> Callable[..., Any] | None:
         return as_judge_output(await call_function(given, arguments), given)
 
     return judge
+
+
+# The candidates of a selection: each with a name, a price, and a way to open its model.
+
+
+_KINDS = (
+    "a chat model of AgentScope, a RemoteModel(base_url=..., model_name=...), a "
+    "TunerModelConfig(model_path=..., max_model_len=...), or the path of a model, a checkpoint or "
+    "a run"
+)
+
+
+@dataclass(frozen=True)
+class ModelCandidate:
+    """A model that is selected from.
+
+    Attributes:
+        name: Unique.
+        given: What the user gave, and gets back.
+        identity: Tells it from others when a selection is resumed.
+        run: The configuration that it is run with, and the rows.
+        open: Opens the model for rollouts.
+        prices: Of its tokens; None where they are not known.
+    """
+
+    name: str
+    given: Any
+    identity: Mapping[str, Any]
+    run: Run
+    open: Callable[[Run], AbstractAsyncContextManager[Contender]]
+    prices: Prices | None = None
+
+
+def model_candidates(
+    given: Sequence[Any],
+    run: Run,
+    prepared: Callable[[TunerModelConfig], Run],
+    prices: Mapping[str, Prices],
+) -> list[ModelCandidate]:
+    """The candidates in the order in which they are given; `prices` by name win over their own."""
+    if isinstance(given, str | Path) or len(given) < 2:
+        raise ConfigError(
+            f"candidate_models is {given!r:.80}: give a list of two models or more, each of them "
+            f"{_KINDS}"
+        )
+    found = _distinct([_candidate(one, run, prepared) for one in given])
+    for name, price in prices.items():
+        if not isinstance(price, Sequence) or len(price) != 2:
+            raise ConfigError(
+                f"prices[{name!r}] is {price!r:.40}: give money for a million tokens read, and "
+                "for a million written, as in (0.5, 1.5)"
+            )
+    called = [_priced_as(one) for one in found]
+    if unknown := prices.keys() - called - {one.name for one in found}:
+        raise ConfigError(
+            f"prices has {', '.join(sorted(unknown))}, and the candidates are {', '.join(called)}"
+        )
+    return [
+        replace(one, prices=prices.get(one.name, prices.get(name, one.prices)))
+        for one, name in zip(found, called, strict=True)
+    ]
+
+
+def _candidate(given: Any, run: Run, prepared: Callable[[TunerModelConfig], Run]) -> ModelCandidate:
+    if is_chat_model(given):
+        return ModelCandidate(name_of(given), given, _chat_identity(given), run, _asked(given))
+    if isinstance(given, RemoteModel):
+        given.api_key(f"candidate_models: {given.model_name}")  # before anybody is asked
+        name, identity = given.model_name, given.model_dump(include={"base_url", "model_name"})
+        prices = None if given.cost(0, 0) is None else given.prices
+        return ModelCandidate(name, given, identity, run, partial(elsewhere, remote=given), prices)
+    if isinstance(given, TunerModelConfig):
+        of_model = prepared(given)
+        said = given.model_dump(mode="json", exclude_unset=True)
+        return _weights(given, find_candidate(of_model.config.model.model_path), of_model, said)
+    if isinstance(given, str | Path):
+        return _weights(given, find_candidate(given), run, {})
+    raise ConfigError(f"a candidate is {given!r:.80} ({type(given).__name__}); pass {_KINDS}")
+
+
+def _weights(given: Any, weights: Candidate, run: Run, said: Mapping[str, Any]) -> ModelCandidate:
+    from tuner.runs.record import fingerprint_of_weights
+
+    place = located(weights.path, "candidate_models")
+    identity = {
+        **said,
+        "path": weights.path,
+        "weights": None if place is None else fingerprint_of_weights(place),
+    }
+    served = replace(run, config=with_weights(run.config, weights))
+    require_model_libraries(served.config)
+    return ModelCandidate(weights.name, given, identity, served, served_here)
+
+
+def _asked(model: Any) -> Callable[[Run], AbstractAsyncContextManager[Contender]]:
+    return partial(elsewhere, remote=None, make_model=partial(observed, model))
+
+
+def _chat_identity(model: Any) -> dict[str, Any]:
+    """A chat model's class, name and, as a digest, those of its settings that are plain values."""
+    plain = {
+        name: value.model_dump(mode="json") if hasattr(value, "model_dump") else value
+        for name, value in vars(model).items()
+        if not name.endswith(("key", "credential"))
+    }
+    client = getattr(model, "client", None)
+    plain["client"] = str(getattr(client, "base_url", ""))
+    # The repr of other values has their address in memory.
+    text = json.dumps(plain, sort_keys=True, default=lambda value: type(value).__name__)
+    return {
+        "class": f"{type(model).__module__}.{type(model).__qualname__}",
+        "model_name": name_of(model),
+        "settings": hashlib.sha256(text.encode()).hexdigest(),
+    }
+
+
+def _priced_as(candidate: ModelCandidate) -> str:
+    """The name that its price goes by: equal models have one price."""
+    named = candidate.identity.get("model_name")
+    return candidate.name if named is None else str(named)
+
+
+def _distinct(candidates: Sequence[ModelCandidate]) -> list[ModelCandidate]:
+    """The same, with unique names and identities; refuses one that is given twice."""
+    found, names, alike = [], Counter[str](), Counter[str]()
+    for number, one in enumerate(candidates):
+        key = json.dumps(one.identity, sort_keys=True)
+        before = [other.given for other in candidates[:number]]
+        same = any(one.given is other for other in before)
+        if same or (alike[key] and not is_chat_model(one.given)):
+            raise ConfigError(f"the candidate {one.name} is given twice: leave one out")
+        names[one.name] += 1
+        alike[key] += 1
+        name = one.name
+        if names[name] > 1:
+            name = str(one.identity.get("path") or f"{name} ({names[name]})")
+        found.append(replace(one, name=name, identity={**one.identity, "number": alike[key]}))
+    return found
+
+
+# Results of the candidates: which is best, by how much, and how sure that is.
+
+
+@dataclass(eq=False)
+class CandidateRecord:
+    """A candidate with its rollouts so far.
+
+    `penalty` is the reward of a rollout that gives none (`tuner.on_failure`); None leaves it out.
+    """
+
+    candidate: ModelCandidate
+    penalty: float | None
+    rounds: int = 0
+    traces: list[Trace] = field(default_factory=list)
+
+    @property
+    def final(self) -> list[Trace]:
+        """Its rollouts."""
+        return [trace for trace in self.traces if trace.final]
+
+    @property
+    def rewards(self) -> dict[int, float]:
+        """Rewards by number of the task, where there is one."""
+        found = {t.id.task: self.penalty if t.reward is None else t.reward for t in self.final}
+        return {task: reward for task, reward in found.items() if reward is not None}
+
+    @property
+    def mean(self) -> float:
+        """Mean reward; below every other where there is none."""
+        return fmean(self.rewards.values()) if self.rewards else float("-inf")
+
+    @property
+    def first_error(self) -> str | None:
+        """How the first rollout failed that did."""
+        failed = (f"{t.outcome.value}: {t.error}" for t in self.final if t.reward is None)
+        return next(failed, None)
+
+    def summary(self) -> str:
+        """One line for people."""
+        reward = estimate(list(self.rewards.values()))
+        failed = len(self.final) - len(self.rewards)
+        return (
+            f"{self.candidate.name}: {'no reward' if reward is None else reward.text()} on "
+            f"{len(self.final)} tasks" + (f", {failed} failed" if failed else "")
+        )
+
+    def against(self, other: CandidateRecord) -> Estimate | None:
+        """Its reward less another's, task by task; None without a common one."""
+        return paired(self.rewards, other.rewards)
+
+    def worse_than(self, other: CandidateRecord) -> bool:
+        """True where the interval of the difference says so, or where it has no reward."""
+        found = self.against(other)
+        return not self.rewards or (found is not None and found.high is not None and found.high < 0)
+
+    def standing(self, best: CandidateRecord) -> Standing:
+        """Its result beside the best, which it may be itself."""
+        behind = None if self is best else self.against(best)
+        return Standing(
+            name=self.candidate.name,
+            reward=estimate(list(self.rewards.values())),
+            against_the_best=behind,
+            tied=behind is not None and not self.worse_than(best),
+            rollouts=len(self.final),
+            failed=dict(Counter(t.outcome.value for t in self.final if t.reward is None)),
+            first_error=self.first_error,
+            calls=fmean(len(trace.calls) for trace in self.final),
+            averages=self._averages(),
+            cost=self._cost(),
+        )
+
+    def _averages(self) -> dict[str, float]:
+        """Mean of each metric over the rewarded rollouts that have it."""
+        found = defaultdict[str, list[float]](list)
+        for trace in self.final:
+            if trace.reward is not None:
+                for name, value in trace.metrics.items():
+                    found[name].append(value)
+        return {name: fmean(values) for name, values in found.items()}
+
+    def _cost(self) -> float | None:
+        if self.candidate.prices is None:
+            return None
+        spent = Spent()
+        for trace in self.traces:
+            spent.add(trace.usage, self.candidate.prices)
+        return spent.cost / len(self.final)
+
+
+class Standing(BaseModel):
+    """Result of one candidate.
+
+    Attributes:
+        reward: Mean over the tasks; None where every rollout failed.
+        against_the_best: Its reward less that of the best, on the tasks where both have one; None
+            for the best.
+        tied: Whether the interval of that difference holds 0.
+        rollouts: Fewer than there are tasks where it was dropped early.
+        failed: Rollouts without a reward, by outcome.
+        first_error: How the first of them ended.
+        calls: Mean of a rollout, as far as calls are seen.
+        averages: Mean of each metric over the rollouts that were rewarded.
+        cost: Mean of a rollout with its retries; None without prices.
+    """
+
+    name: str
+    reward: Estimate | None
+    against_the_best: Estimate | None
+    tied: bool
+    rollouts: int
+    failed: dict[str, int]
+    first_error: str | None
+    calls: float
+    averages: dict[str, float]
+    cost: float | None
+
+
+class Standings(BaseModel):
+    """All candidates, those on more rows first, then by their means; `result.json` holds it."""
+
+    tasks: int
+    candidates: list[Standing]
+
+    @property
+    def tied(self) -> list[Standing]:
+        """Those that cannot be told from the best."""
+        return [one for one in self.candidates if one.tied]
+
+    def doubts(self) -> Iterator[str]:
+        """Reasons to doubt that the best is the best, a sentence each."""
+        best = self.candidates[0]
+        for one in self.tied:
+            assert one.against_the_best is not None, "it was compared"
+            yield (
+                f"{one.name} cannot be told from {best.name} on these tasks: "
+                f"{one.against_the_best.text('+.3f')}; more tasks might tell"
+            )
+        if failed := sum(best.failed.values()):
+            yield f"{failed} of {best.rollouts} rollouts of {best.name} have no reward"
+        for one in self.candidates:
+            if not one.calls:
+                yield f"no call of {one.name} was seen: what it takes is not known"
+
+    def metrics(self) -> dict[str, float]:
+        """The best's, as `select_model()` returns them."""
+        best, reward = self.candidates[0], self.candidates[0].reward
+        assert reward is not None, "the best has a score"
+        found: dict[str, float | None] = {
+            **{f"{name}_avg": value for name, value in best.averages.items()},
+            "reward": reward.mean,
+            "reward_low": reward.low,
+            "reward_high": reward.high,
+            "tied": len(self.tied),
+            "rollouts": best.rollouts,
+            "failed": sum(best.failed.values()),
+            **{f"failed_{outcome}": count for outcome, count in best.failed.items()},
+            "cost_avg": best.cost,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+    def __str__(self) -> str:
+        return table_text(self._table(), width=120)
+
+    def _table(self) -> Table:
+        from rich.table import Table
+
+        table = Table(
+            title=f"{self.tasks} tasks, the best first; seconds, tokens and cost of one",
+            title_justify="left",
+        )
+        rows = {one.name: dict(_cells(one)) for one in self.candidates}
+        columns = list(dict.fromkeys(column for cells in rows.values() for column in cells))
+        table.add_column("model", overflow="fold")
+        for column in columns:
+            table.add_column(column, no_wrap=column in ("reward", "against the best"))
+        for name, cells in rows.items():
+            table.add_row(name, *(cells.get(column, "-") for column in columns))
+        return table
+
+
+def _cells(one: Standing) -> Iterator[tuple[str, str]]:
+    yield "reward", "-" if one.reward is None else one.reward.text()
+    behind = one.against_the_best
+    yield "against the best", "" if behind is None else behind.text("+.3f")
+    yield "rollouts", str(one.rollouts)
+    failed = ", ".join(f"{count} {outcome}" for outcome, count in one.failed.items())
+    yield "failed", failed or "0"
+    for name, shown in _SHOWN.items():
+        if name in one.averages:
+            yield shown, f"{one.averages[name]:.3g}"
+    if one.cost is not None:
+        yield "cost", f"{one.cost:.3g}"
+
+
+_SHOWN = {
+    "execution_time": "seconds",
+    "input_tokens": "read",
+    "output_tokens": "written",
+}
+
+
+def standings(tried: Sequence[CandidateRecord], tasks: int) -> Standings:
+    """All results: by the rounds that they were in, then by their means; the first of equals
+    is the one that was given first."""
+    order = sorted(tried, key=lambda one: (one.rounds, one.mean), reverse=True)
+    return Standings(tasks=tasks, candidates=[one.standing(order[0]) for one in order])
+
+
+FIRST_ROUND = 16
+"""Tasks of the first round where hopeless candidates are let go; each further one has twice as
+many."""
+
+
+@dataclass(eq=False)
+class ModelSelection:
+    """One selection; each round tries the candidates that are left on further rows."""
+
+    workflow: Callable[..., Any]
+    run: Run
+    tried: list[CandidateRecord]
+    rounds: Sequence[Sequence[int]]
+    max_running: int
+    directory: RunDirectory
+    _monitor: ConsoleMonitor = field(default_factory=lambda: ConsoleMonitor(1), init=False)
+
+    def __post_init__(self) -> None:
+        self._trials = CandidateTrials(
+            self.run.eval_tasks,
+            TraceStore(self.directory.traces),
+            self._monitor,
+            self.max_running,
+            abort_on_failure=self.run.config.tuner.on_failure == "abort",
+        )
+        self._log = CandidateLog(self.directory.path / "candidates.jsonl", "model")
+
+    def given(self, name: str) -> Any:
+        """The candidate of a name, as the user gave it."""
+        return next(one.candidate.given for one in self.tried if one.candidate.name == name)
+
+    async def result(self) -> Standings:
+        """All results, which are also written and shown."""
+        with self._monitor:
+            await self._try_all()
+            found = standings(self.tried, len(self.run.eval_tasks[SELECTION]))
+            write_atomically(self.directory.result, found.model_dump_json(indent=2))
+            for sentence in (str(found), *found.doubts()):
+                self._monitor.say(sentence)
+            self._monitor.say(f"chosen: {found.candidates[0].name}; {self.directory.path}")
+        return found
+
+    async def _try_all(self) -> None:
+        left = list(self.tried)
+        for number, rows in enumerate(self.rounds, 1):
+            for one in left:
+                await self._try(one, rows)
+            best = max(left, key=lambda one: one.mean)
+            if not best.rewards:
+                raise TrainingError(
+                    "no rollout of any candidate came to a reward. "
+                    + "; ".join(f"{one.candidate.name}: {one.first_error}" for one in left)
+                )
+            if number < len(self.rounds):
+                left = [one for one in left if one is best or not self._let_go(one, best)]
+            if len(left) == 1:
+                return
+
+    def _let_go(self, one: CandidateRecord, best: CandidateRecord) -> bool:
+        if not one.worse_than(best):
+            return False
+        behind = one.against(best)
+        why = one.first_error if behind is None else f"{behind.text('+.3f')} against the best"
+        self._monitor.say(
+            f"{one.candidate.name} is let go after {len(one.final)} tasks: {why} "
+            f"({best.candidate.name})"
+        )
+        return True
+
+    async def _try(self, one: CandidateRecord, rows: Sequence[int]) -> None:
+        """Try a candidate on further rows; its model is not loaded if all of them are on disk."""
+        candidate = one.candidate
+        number = self._log.number({"identity": json.dumps(candidate.identity, sort_keys=True)})
+        ids = [RolloutId(number, row, 0, SELECTION) for row in rows]
+        known = [trace for trace in self._trials.known(SELECTION, number) if trace.id in set(ids)]
+        self._monitor.begin(candidate.name, len(ids), step=1)
+        if {trace.id for trace in known if trace.final} != set(ids):
+            async with candidate.open(candidate.run) as contender:
+                known = await self._trials.run(
+                    contender,
+                    ids,
+                    _defaults(candidate),
+                    known=known,
+                    workflow=_MeasuredWorkflow(self.workflow),
+                )
+            gc.collect()  # a model that is in a circle would be in the way of the next one
+        one.traces += known
+        one.rounds += 1
+        self._monitor.say(one.summary())
+
+
+@dataclass(frozen=True)
+class _MeasuredWorkflow:
+    """A workflow whose response comes with what it took, as judges are given it."""
+
+    workflow: Callable[..., Any]
+
+    async def __call__(self, model: Any, **given: Any) -> WorkflowOutput:
+        began = time.perf_counter()
+        output = await call_workflow(self.workflow, model=model, **given)
+        seconds = time.perf_counter() - began
+        usage = sum((call.usage for call in session_of(model).calls), Usage())
+        metrics = {
+            **(output.metrics or {}),
+            "execution_time": seconds,
+            "input_tokens": float(usage.input_tokens),
+            "output_tokens": float(usage.output_tokens),
+            "total_tokens": float(usage.input_tokens + usage.output_tokens),
+        }
+        judged = JudgedResponse(response=output.response, metrics=metrics)
+        return WorkflowOutput(reward=output.reward, response=judged, metrics=metrics)
+
+
+class JudgedResponse(dict[str, Any]):
+    """`{"response": ..., "metrics": ...}`, whose text in traces is the response's alone."""
+
+    def get_text_content(self) -> str:
+        """The same method as AgentScope's messages have."""
+        return response_text(self["response"])
+
+
+def penalty_of(run: Run) -> float | None:
+    """The reward of a rollout that gives none; None leaves it out."""
+    failure = run.config.tuner.on_failure
+    return failure.penalize if isinstance(failure, Penalize) else None
+
+
+def _defaults(candidate: ModelCandidate) -> SamplingDefaults:
+    config, given = candidate.run.config, candidate.given
+    arguments = config.rollout_args(config.buffer.explorer_input.eval_tasksets[0]).model_dump()
+    if isinstance(given, TunerModelConfig) and "temperature" in given.model_fields_set:
+        arguments["temperature"] = given.temperature
+    return SamplingDefaults(**arguments)
+
+
+def rounds_of(rows: int, seed: int) -> list[list[int]]:
+    """Rows in any order, cut so that each round doubles those that have been tried."""
+    order = list(range(rows))
+    random.Random(seed).shuffle(order)
+    ends = [FIRST_ROUND]
+    while ends[-1] < rows:
+        ends.append(2 * ends[-1])
+    return [order[begin:end] for begin, end in pairwise([0, *ends])]

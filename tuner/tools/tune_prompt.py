@@ -2,20 +2,70 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
+import logging
+import math
+import random
+import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import openai
+
 from tuner.config import RemoteModel
-from tuner.errors import ConfigError, FunctionError, MissingDependencyError, pip_install
-from tuner.runs.directory import outside_event_loop
+from tuner.errors import (
+    ConfigError,
+    FunctionError,
+    MissingDependencyError,
+    TrainingError,
+    pip_install,
+)
+from tuner.gateway import SamplingDefaults
+from tuner.rollouts.chat_models import remote_client
+from tuner.runs.console import ConsoleMonitor
+from tuner.runs.directory import (
+    OBJECTS,
+    RunDirectory,
+    outside_event_loop,
+    reported,
+    run_async,
+    write_atomically,
+)
+from tuner.runs.estimates import estimate
 from tuner.tasks.datasets import DatasetConfig, Task, load_tasks
 from tuner.tasks.functions import check_function, judges_groups, where
 from tuner.tasks.loading import require_nothing_loads
 from tuner.tasks.settings import PromptTuneConfig, TunerModelConfig
-from tuner.tools.trials import COMPONENT, HELD_OUT, SEARCH, WORKFLOW, Prompted, remote_named
-from tuner.tune import prepare_evaluation
+from tuner.tools.candidates import (
+    COMPONENT,
+    HELD_OUT,
+    SEARCH,
+    WORKFLOW,
+    CandidateLog,
+    CandidateTrials,
+    Contender,
+    PromptedWorkflow,
+    Prompts,
+    PromptTrials,
+    Spent,
+    elsewhere,
+    remote_named,
+    served_here,
+)
+from tuner.tools.prompt_optimizers import CandidateTree, evolve, instruct
+from tuner.tools.prompt_page import leave_page
+from tuner.traces import Trace, TraceStore, Usage
+from tuner.traces.reading import Count, JsonReader, Text
+from tuner.traces.store import closed, cut_torn_line
+from tuner.tune import Run, prepare_evaluation
 
 GEPAS = ("minibatch_size", "perfect_score")
 """Settings that MIPROv2 has no use for."""
@@ -41,13 +91,13 @@ def tune_prompt(
     """Search for a better system prompt, or for several texts together; no weights change.
 
     The run directory has every rollout as a trace, every reflection, the candidates and a page. A
-    search that was interrupted goes on where it stopped when it is called again with the same
+    search that was interrupted resumes where it stopped when it is called again with the same
     `experiment_name`. Also works inside a running event loop.
 
     Args:
-        workflow_func: Runs the agent on one task: `(task, system_prompt)` with a model of its own,
-            or `(task, model, system_prompt)`; `auxiliary_models` and `logger` are optional. Async
-            or plain.
+        workflow_func: Runs the agent on one task: `(task, model, system_prompt)`, or `(task,
+            system_prompt)` where it brings its model; `auxiliary_models` and `logger` are optional.
+            Async or plain.
         judge_func: Scores the response, as for `tune()`; its feedback is reflected on. None: the
             workflow gives the reward.
         train_dataset: A `DatasetConfig`, a `datasets.Dataset`, a list of dicts or a path. One half
@@ -90,8 +140,9 @@ def tune_prompt(
     tasks = {SEARCH: rows_of(train_dataset, "train_dataset")}
     if eval_dataset is not None:
         tasks[HELD_OUT] = rows_of(eval_dataset, "eval_dataset")
+    single = isinstance(init_system_prompt, str)
     run = prepare_evaluation(
-        Prompted(given, init_system_prompt if isinstance(init_system_prompt, str) else texts),
+        PromptedWorkflow(given, texts[COMPONENT] if single else texts),
         judge_func,
         eval_dataset=tasks,
         model=model if isinstance(model, TunerModelConfig) else None,
@@ -101,14 +152,12 @@ def tune_prompt(
         config_path=config_path,
         overrides=[*overrides, f"tuner.seed={settings.seed}"],
     )
-    from tuner.tools.prompt_search import Search
-
-    search = Search(
+    search = PromptSearch(
         run=run,
         workflow=given,
         settings=settings,
         first=texts,
-        single=isinstance(init_system_prompt, str),
+        single=single,
         model=model if isinstance(model, RemoteModel) else None,
         own_model=own_model,
         temperature=model.temperature
@@ -132,12 +181,7 @@ def _function(
 
 
 def _check_mipro(settings: PromptTuneConfig) -> None:
-    """Refuse what MIPROv2 cannot do, before anything is asked or run.
-
-    Raises:
-        ConfigError: A setting is given that MIPROv2 has no use for.
-        MissingDependencyError: DSPy or Optuna is not installed, or in a version that does not work.
-    """
+    """Refuse what MIPROv2 cannot do, before anything is asked or run."""
     if given := [name for name in GEPAS if name in settings.model_fields_set]:
         raise ConfigError(
             f"PromptTuneConfig.{given[0]} is set, and optimizer='mipro' does not reflect on single "
@@ -154,11 +198,7 @@ def _check_mipro(settings: PromptTuneConfig) -> None:
 
 
 def _texts(init: Any) -> dict[str, str]:
-    """The texts to begin with, by component.
-
-    Raises:
-        ConfigError: One of them is no text, or empty.
-    """
+    """The texts to begin with, by component."""
     texts = {COMPONENT: init} if isinstance(init, str) else init
     if not isinstance(texts, Mapping) or not texts:
         raise ConfigError(
@@ -175,7 +215,7 @@ def _texts(init: Any) -> dict[str, str]:
 
 
 def _brings_its_model(workflow: Callable[..., Any], model: Any) -> bool:
-    """Whether a workflow takes no `model`; raises ConfigError where one is given nevertheless."""
+    """True where a workflow takes no `model`; refuses a model that is given nevertheless."""
     if model is not None and not isinstance(model, TunerModelConfig | RemoteModel):
         raise ConfigError(
             f"model is {model!r:.80} ({type(model).__name__}); pass a TunerModelConfig, or a "
@@ -194,10 +234,6 @@ def _brings_its_model(workflow: Callable[..., Any], model: Any) -> bool:
 
 
 def check_judges_alone(judge_func: Callable[..., Any] | None) -> None:
-    """
-    Raises:
-        FunctionError: A judge wants groups, and candidates are compared.
-    """
     if judge_func is not None and judges_groups(judge_func):
         raise FunctionError(
             f"{where(judge_func)} judges groups, and what it gives depends on who else is in one: "
@@ -223,10 +259,6 @@ def rows_of(dataset: Any, role: str) -> list[Task]:
 
 
 def _check_budget(settings: PromptTuneConfig, models: Sequence[RemoteModel]) -> None:
-    """
-    Raises:
-        ConfigError: Nothing says how long the search is, or nothing says what it costs.
-    """
     limits = (settings.max_rollouts, settings.max_tokens, settings.max_cost)
     if settings.optimization_level is None and limits == (None, None, None):
         raise ConfigError(
@@ -239,3 +271,364 @@ def _check_budget(settings: PromptTuneConfig, models: Sequence[RemoteModel]) -> 
             f"PromptTuneConfig.max_cost is set, and {unpriced[0]} has no prices: set input_price "
             "and output_price of its RemoteModel, money for a million tokens"
         )
+
+
+# The model that proposes prompts: each of its answers is on disk before it is used.
+
+
+_ANSWERS = JsonReader[dict[str, Any]](
+    closed(
+        "Reflected",
+        {"asked": Text, "prompt": Text, "answer": Text, "usage": tuple[Count, Count]},
+    ),
+    "a reflection",
+)
+
+
+class Reflection:
+    """Asks the model that proposes prompts; answers that are on disk are not asked for again.
+
+    Equal questions are separate samples: the k-th is answered by the k-th answer.
+
+        {"asked": sha256, "prompt": "...", "answer": "...", "usage": [900, 120]}
+    """
+
+    def __init__(
+        self,
+        client: openai.AsyncOpenAI,
+        model_name: str,
+        path: Path,
+        *,
+        prices: tuple[float, float],
+        spent: Callable[[], Spent],
+    ) -> None:
+        self._client, self._model_name = client, model_name
+        self._path, self._prices, self._spent = path, prices, spent
+        self._known: defaultdict[str, deque[tuple[str, Usage]]] = defaultdict(deque)
+        for _, _, row in _ANSWERS.lines(path, "delete the line, and it is asked for again"):
+            self._known[row["asked"]].append((row["answer"], Usage(*row["usage"])))
+
+    async def ask(self, prompt: str) -> str:
+        """The answer to a prompt, as one message of the user."""
+        asked = hashlib.sha256(prompt.encode(errors="surrogatepass")).hexdigest()
+        if self._known[asked]:
+            answer, usage = self._known[asked].popleft()
+        else:
+            answer, usage = await self._asked(prompt)
+            row = {"asked": asked, "prompt": prompt, "answer": answer}
+            used = [usage.input_tokens, usage.output_tokens]
+            cut_torn_line(self._path)
+            with self._path.open("ab") as file:
+                file.write(json.dumps({**row, "usage": used}).encode() + b"\n")
+        spent = self._spent()
+        spent.reflections += 1
+        spent.add(usage, self._prices)
+        return answer
+
+    async def _asked(self, prompt: str) -> tuple[str, Usage]:
+        who = f"the reflecting model {self._model_name!r} at {self._client.base_url}"
+        try:
+            answer = await self._client.chat.completions.create(
+                model=self._model_name, messages=[{"role": "user", "content": prompt}]
+            )
+        except openai.OpenAIError as error:
+            raise TrainingError(
+                f"{who} gave no answer: {type(error).__name__}: {error}; the search goes on from "
+                "here when it is started again"
+            ) from error
+        text = answer.choices[0].message.content if answer.choices else None
+        if not text or not text.strip():
+            raise TrainingError(f"{who} answered without a text: name another one")
+        said = answer.usage
+        return text, Usage(said.prompt_tokens, said.completion_tokens) if said else Usage()
+
+
+logger = logging.getLogger("tuner")
+
+COMPARED = 100
+"""Rows that candidates are compared on, at most."""
+FEW = 10
+"""With fewer rows, all are reflected on and compared on."""
+# Fields of `PromptTuneConfig` that may change in a resumed search: its result depends on the first,
+# and not on the others.
+_RESULT = (
+    "compare_performance",
+    "max_cost",
+    "max_rollouts",
+    "max_tokens",
+    "optimization_level",
+)
+_MAY_CHANGE = (
+    "eval_display_progress",
+    "eval_display_table",
+    "eval_num_threads",
+    "lm_model_name",
+    "reflection_model",
+)
+# Candidates that a level has room for, as DSPy's optimizers have; five proposals for each.
+LEVELS = {"light": 6, "medium": 12, "heavy": 18}
+PROPOSALS = 5
+
+
+@dataclass(eq=False)
+class PromptSearch:
+    """One search: its directory, its budget, its messages and its result."""
+
+    run: Run
+    workflow: Callable[..., Any]
+    settings: PromptTuneConfig
+    first: dict[str, str]
+    single: bool
+    model: RemoteModel | None
+    own_model: bool
+    temperature: float | None
+    proposer: RemoteModel
+    _warned: bool = field(default=False, init=False)
+
+    def result(self) -> tuple[Any, dict[str, float]]:
+        """The result of `tune_prompt()`, searched for, or read where it was found before."""
+        from tuner.runs.record import open_directory
+
+        with open_directory(self.run.config, self.run.eval_tasks) as directory:
+            if not self._continues(directory):
+                directory.result.unlink(missing_ok=True)
+            if directory.result.exists():
+                logger.warning("%s is complete; returning its result", directory.path)
+                found = OBJECTS.document(
+                    directory.result, "delete it: it is written anew from traces"
+                )
+                prompts, metrics = found["prompts"], found["metrics"]
+            else:
+                with reported(directory, leave_page):
+                    began = time.perf_counter()
+                    prompts, metrics = run_async(self._found(directory))
+                    metrics["seconds"] = time.perf_counter() - began
+                    text = json.dumps({"prompts": prompts, "metrics": metrics}, indent=2)
+                    write_atomically(directory.result, text)
+            best = next(iter(prompts.values())) if self.single else prompts
+            return best, metrics
+
+    def _continues(self, directory: RunDirectory) -> bool:
+        """True where the directory's result is this search's; writes `search.json`."""
+        now = {"first": self.first, **self.settings.model_dump(mode="json")}
+        file = directory.path / "search.json"
+        if not file.exists() and directory.has_begun():
+            raise ConfigError(
+                f"{directory.path} holds a run of tune(): give this search another experiment_name"
+            )
+        before = now
+        if file.exists():
+            before = OBJECTS.document(file, "give this search another experiment_name")
+        changed = [name for name in now if before.get(name) != now[name]]
+        if decisive := [name for name in changed if name not in (*_RESULT, *_MAY_CHANGE)]:
+            raise ConfigError(
+                f"{directory.path} holds a search that was started differently: "
+                f"{', '.join(decisive)} changed. Give this one another experiment_name"
+            )
+        write_atomically(file, json.dumps(now, indent=2))
+        return not any(name in _RESULT for name in changed)
+
+    def _contender(self) -> AbstractAsyncContextManager[Contender]:
+        if self.own_model or self.model is not None:
+            return elsewhere(self.run, self.model)
+        return served_here(self.run)
+
+    async def _found(self, directory: RunDirectory) -> tuple[dict[str, str], dict[str, float]]:
+        config, settings = self.run.config, self.settings
+        monitor = ConsoleMonitor(1, _console(quiet=not settings.eval_display_progress))
+        client = remote_client(self.proposer, "PromptTuneConfig.reflection_model")
+        spent = Spent()
+        reflection = Reflection(
+            client,
+            self.proposer.model_name,
+            directory.path / "reflections.jsonl",
+            prices=self.proposer.prices,
+            spent=lambda: spent,
+        )
+        arguments = config.rollout_args(config.buffer.explorer_input.eval_tasksets[0])
+        if self.temperature is not None:
+            arguments = arguments.model_copy(update={"temperature": self.temperature})
+        async with self._contender() as contender:
+            trials = PromptTrials(
+                workflow=self.workflow,
+                contender=contender,
+                trials=CandidateTrials(
+                    self.run.eval_tasks,
+                    TraceStore(directory.traces),
+                    monitor,
+                    settings.eval_num_threads,
+                ),
+                log=CandidateLog(directory.path / "candidates.jsonl"),
+                defaults=SamplingDefaults(**arguments.model_dump()),
+                single=self.single,
+                prices=self.model.prices if self.model else (0.0, 0.0),
+                spent=spent,
+            )
+            with monitor:
+                try:
+                    return await self._searched(directory, trials, reflection, monitor)
+                finally:
+                    await client.close()
+
+    async def _searched(
+        self,
+        directory: RunDirectory,
+        trials: PromptTrials,
+        reflection: Reflection,
+        monitor: ConsoleMonitor,
+    ) -> tuple[dict[str, str], dict[str, float]]:
+        settings, rows = self.settings, range(len(trials.tasks[SEARCH]))
+        reflect_on, compare_on = _halves(list(rows), settings.seed)
+        budget = self._rollouts(len(compare_on))
+        monitor.say(
+            f"{len(reflect_on)} tasks to reflect on, {len(compare_on)} to compare on; "
+            f"{self._limits(budget)}; {directory.path}"
+        )
+
+        async def evaluate(prompts: Prompts, asked: Sequence[int]) -> list[Trace]:
+            number = trials.log.number(prompts)
+            monitor.begin(f"candidate {number}", len(asked), step=1)
+            traces = await trials.run(prompts, SEARCH, asked)
+            self._look_at(traces, first=number == 0)
+            return traces
+
+        tree = CandidateTree(directory, trials, monitor, compare_on, budget)
+        common: dict[str, Any] = {
+            "reflect_on": reflect_on,
+            "evaluate": evaluate,
+            "ask": reflection.ask,
+            "spent_all": lambda: self._spent_all(trials.spent, budget),
+            "failure_score": settings.failure_score,
+            "seed": settings.seed,
+        }
+        if settings.optimizer == "mipro":
+            most = LEVELS[settings.optimization_level or "light"]
+            await instruct(self.first, tasks=trials.tasks[SEARCH], tree=tree, most=most, **common)
+        else:
+            await evolve(
+                self.first,
+                compare_on=compare_on,
+                callbacks=[tree],
+                minibatch_size=settings.minibatch_size,
+                perfect_score=settings.perfect_score,
+                **common,
+            )
+        best = tree.best["prompts"]
+        metrics = {"search_before": tree.first["mean"], "search_after": tree.best["mean"]}
+        metrics |= await self._held_out(trials, best, monitor)
+        spent = trials.spent
+        metrics |= {
+            "rollouts": spent.rollouts,
+            "failed": spent.failed.total(),
+            "reflections": spent.reflections,
+            "input_tokens": spent.usage.input_tokens,
+            "output_tokens": spent.usage.output_tokens,
+            "cost": spent.cost,
+        }
+        return best, metrics
+
+    def _rollouts(self, compared: int) -> int | None:
+        settings = self.settings
+        if settings.max_rollouts is not None or settings.optimization_level is None:
+            return settings.max_rollouts
+        if settings.max_tokens is not None or settings.max_cost is not None:
+            return None
+        tried = compared + PROPOSALS * 2 * settings.minibatch_size
+        return compared + LEVELS[settings.optimization_level] * tried
+
+    def _limits(self, rollouts: int | None) -> str:
+        settings = self.settings
+        found = {"rollouts": rollouts, "tokens": settings.max_tokens, "money": settings.max_cost}
+        said = [f"{limit:g} {name}" for name, limit in found.items() if limit is not None]
+        return f"at most {' or '.join(said)}"
+
+    def _spent_all(self, spent: Spent, rollouts: int | None) -> bool:
+        tokens = spent.usage.input_tokens + spent.usage.output_tokens
+        limits = ((spent.rollouts, rollouts), (tokens, self.settings.max_tokens))
+        over = any(limit is not None and used >= limit for used, limit in limits)
+        return over or (self.settings.max_cost is not None and spent.cost >= self.settings.max_cost)
+
+    def _look_at(self, traces: Sequence[Trace], *, first: bool) -> None:
+        rewards = [trace.reward for trace in traces if trace.reward is not None]
+        if first and not rewards:
+            trace = traces[0]
+            raise TrainingError(
+                f"no rollout of the first prompt came to a reward; {trace.id} for one ended with "
+                f"{trace.outcome}: {trace.error}"
+            )
+        floor = self.settings.failure_score
+        if not self._warned and min(rewards, default=floor) < floor:
+            self._warned = True
+            logger.warning(
+                "a reward is %g: the search takes a rollout that fails for better, since "
+                "PromptTuneConfig.failure_score is %g; set it below every reward",
+                min(rewards),
+                floor,
+            )
+
+    async def _held_out(
+        self, trials: PromptTrials, best: Prompts, monitor: ConsoleMonitor
+    ) -> dict[str, float]:
+        """Scores before and after on rows that the search has not seen."""
+        rows = range(len(trials.tasks.get(HELD_OUT, ())))
+        if not rows:
+            return {}
+        means: dict[str, float] = {}
+        compared = {"before": self.first} if self.settings.compare_performance else {}
+        for when, prompts in {**compared, "after": best}.items():
+            monitor.begin(f"{HELD_OUT}, {when}", len(rows), step=1)
+            traces = await trials.run(prompts, HELD_OUT, rows)
+            rewards = [trace.reward for trace in traces if trace.reward is not None]
+            if not rewards:
+                raise TrainingError(
+                    f"no rollout on the evaluation set came to a reward; {traces[0].error}"
+                )
+            means[when] = fmean(rewards)
+            monitor.say(f"{HELD_OUT}, {when}: {_interval(rewards)}{_failed(traces)}")
+            if when == "after":
+                self._show(traces, monitor)
+        return {f"eval_{when}": mean for when, mean in means.items()} | _improvement(means)
+
+    def _show(self, traces: Sequence[Trace], monitor: ConsoleMonitor) -> None:
+        for trace in traces[: self.settings.eval_display_table]:
+            reward = "no reward" if trace.reward is None else f"reward {trace.reward:.3g}"
+            said = " ".join((trace.response or trace.error or "").split())
+            monitor.say(f"  {reward}  {said[:90]}")
+
+
+def _halves(rows: list[int], seed: int) -> tuple[list[int], list[int]]:
+    """Rows to reflect on, and rows to compare on: the same where there are few.
+
+    What is reflected on may find its way into a prompt word by word, so it does not decide.
+    """
+    if len(rows) < FEW:
+        return rows, rows
+    random.Random(seed).shuffle(rows)
+    compared = min(len(rows) // 2, COMPARED)
+    return sorted(rows[compared:]), sorted(rows[:compared])
+
+
+def _improvement(means: Mapping[str, float]) -> dict[str, float]:
+    """Percent, as AgentScope has it; of a baseline of 0 it is not 0, whatever was gained."""
+    if "before" not in means:
+        return {}
+    before, gained = means["before"], means["after"] - means["before"]
+    if before:
+        return {"valset_improvement": gained / abs(before) * 100}
+    return {"valset_improvement": math.copysign(math.inf, gained) if gained else 0.0}
+
+
+def _interval(rewards: Sequence[float]) -> str:
+    found = estimate(rewards)
+    return "" if found is None else f"reward {found.text()}"
+
+
+def _failed(traces: Sequence[Trace]) -> str:
+    failed = sum(trace.reward is None for trace in traces)
+    return f", {failed} failed" if failed else ""
+
+
+def _console(*, quiet: bool) -> Any:
+    from rich.console import Console
+
+    return Console(quiet=quiet, highlight=False, soft_wrap=True)

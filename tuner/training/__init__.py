@@ -1,1 +1,1 @@
-"""The trainer: batches, log-probs, optimizer."""
+"""The trainer: batches, log-probs, losses and the optimizer."""

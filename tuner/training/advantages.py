@@ -1,13 +1,13 @@
-"""Advantages: of rewards inside a group of rollouts, and along the calls of a rollout.
+"""Advantages from rewards, inside a group of rollouts and along the calls of a rollout.
 
 `R` is the number of rollouts in a batch, `C` that of rewards. Rewards belong to rollouts, not to
-calls: however many calls a rollout made, it counts once in its group's baseline. Who belongs
-together is said by indices and never by position, so any order gives the same.
+calls: however many calls a rollout made, it counts once in its group's baseline. Membership is
+given by indices and never by position, so the order does not matter.
 
-The functions of `(rewards_C, rollout_C, set_C)` serve both kinds of reward: one for each rollout,
-compared inside its group (`rollout_C` counts 0 .. R-1), and one for each call that has a reward of
-its own, compared with its peers. In the second case a rollout enters its set's baseline once, with
-the mean of its calls' rewards.
+The functions of `(rewards_C, rollout_C, set_C)` serve both kinds of reward: one per rollout,
+compared inside its group (`rollout_C` counts 0 .. R-1), and one per call that has its own reward,
+compared with its peers. In the second case a rollout enters its set's baseline once, with the mean
+of its calls' rewards.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from tuner.errors import TrainingError
 
 
 def compared(args: AdvantageArgs, rewards_C: Tensor, rollout_C: Tensor, set_C: Tensor) -> Tensor:
-    """The advantages of rewards inside sets, as `args` has them; a rollout counts once in each.
+    """Advantages of rewards inside sets, by the method of `args`; a rollout counts once in each
+    set.
 
     Args:
         rewards_C: One reward for each call.
@@ -48,7 +49,7 @@ def compared(args: AdvantageArgs, rewards_C: Tensor, rollout_C: Tensor, set_C: T
         Shape [C], in the dtype of `rewards_C`.
 
     Raises:
-        TrainingError: The advantage is not one of sets of rewards.
+        TrainingError: This advantage does not compare sets of rewards.
         ValueError: A set has rewards of fewer than two rollouts and needs a baseline.
     """
     match args:
@@ -63,7 +64,7 @@ def compared(args: AdvantageArgs, rewards_C: Tensor, rollout_C: Tensor, set_C: T
         case ReinforceAdvantage():
             return rewards_C
         case BestOfGroupAdvantage():
-            # The others were left out when the batch was built.
+            # The other rollouts were dropped when the batch was built.
             return torch.ones_like(rewards_C)
         case _:
             name = next(name for name, part in ADVANTAGES.items() if type(args) is part)
@@ -78,9 +79,9 @@ def call_normalized(
 ) -> Tensor:
     """`A_c = (r_c - mean(set)) / (std(set) + epsilon)`, GRPO's outcome advantage.
 
-    A rollout counts once in mean and variance, with the means of its calls' rewards and of their
-    squared distances, so where rewards differ inside rollouts but not between them nothing is
-    divided by 0.
+    A rollout counts once in mean and variance, with the mean of its calls' rewards and of their
+    squared distances, so if rewards differ inside rollouts but not between them nothing is divided
+    by 0.
 
     Source: DeepSeekMath (arXiv 2402.03300) section 4.1.2; unbiased standard deviation, as
     Trinity-RFT's `step_wise_grpo` computes it.
@@ -89,8 +90,8 @@ def call_normalized(
         rewards_C: One reward for each call.
         rollout_C: Index of each call's rollout.
         set_C: Index (0 ..) of the set of calls that each is compared with.
-        args: Of these `epsilon`, and whose standard deviation divides: the set's own, that of all
-            sets (LitePPO, arXiv 2508.08221), or none (Dr.GRPO, arXiv 2503.20783).
+        args: `epsilon`, and the standard deviation to divide by: the set's, that of all sets
+            (LitePPO, arXiv 2508.08221), or none (Dr.GRPO, arXiv 2503.20783).
 
     Returns:
         Advantages, shape [C], in the dtype of `rewards_C`.
@@ -144,7 +145,7 @@ def mirror_descent(
     sets = _sets(rewards_C, rollout_C, set_C)
     baseline_S = sets.mean_S
     if args.opmd_baseline == "logavgexp":
-        # The largest reward is taken out before exp, so that nothing overflows.
+        # The largest reward is subtracted before exp, so that nothing overflows.
         top = sets.mean_P.max()
         power_P = ((sets.mean_P - top) / args.tau).exp()
         mean_S = rewards_C.new_zeros(len(baseline_S)).index_add(0, sets.set_P, power_P)
@@ -180,7 +181,7 @@ def whitened_returns(
 ) -> tuple[Tensor, ...]:
     """REINFORCE++'s advantages of single tokens, normalised over all tokens of the batch.
 
-    The reward of a row is that of its last token, and each token is charged its penalty:
+    The reward of a row belongs to its last token, and a penalty is subtracted at each token:
 
         R_t = gamma^(T - 1 - t) * reward - sum_{k >= t} gamma^(k - t) * penalty_k
         A_t = (R_t - mean(R)) / sqrt(var(R) + 1e-8)
@@ -191,7 +192,7 @@ def whitened_returns(
         rewards_N: Reward of each row.
         lengths: Trained tokens of each row, all above 0.
         args: `gamma`, the discount from one token to the next.
-        penalties: What each token is charged, one tensor [T_row] for each row.
+        penalties: Penalty of each token, one tensor [T_row] for each row.
 
     Returns:
         N tensors of shape [T_row], in the dtype of `rewards_N`.
@@ -209,7 +210,8 @@ def whitened_returns(
 def whitened(values: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """`(x - mean(x)) / sqrt(var(x) + 1e-8)` over all tokens of all rows, N tensors [T_row].
 
-    Source: verl's and Trinity-RFT's `masked_whiten`, with its unbiased variance; of one token 0.
+    Source: verl's and Trinity-RFT's `masked_whiten`, with its unbiased variance; 0 for a single
+    token.
     """
     all_T = torch.cat(list(values))
     variance = all_T.var() if len(all_T) > 1 else all_T.new_zeros(())
@@ -221,15 +223,15 @@ def distilled(
 ) -> Tensor:
     """`A_t = kl_coef * (teacher_logp - student_logp)` of each sampled token, shape [T].
 
-    In the mean over the student's samples it is `-kl_coef * KL(student || teacher)`, so rewards of
-    tokens are replaced by a teacher's opinion of them.
+    Averaged over the student's samples this is `-kl_coef * KL(student || teacher)`: the teacher's
+    log-probs replace rewards of tokens.
 
     Source: on-policy distillation (Thinking Machines, 2025; Agarwal et al., arXiv 2306.13649),
     as Trinity-RFT's `on_policy_distill` computes it.
 
     Args:
         teacher_logp_T: The teacher's log-probs of the student's tokens.
-        student_logp_T: Those that the tokens were sampled with.
+        student_logp_T: Log-probs that the tokens were sampled with.
         args: `kl_coef`.
     """
     return args.kl_coef * (teacher_logp_T - student_logp_T)
@@ -237,15 +239,16 @@ def distilled(
 
 @dataclass(frozen=True)
 class _Sets:
-    """Rewards by what they are compared with; P counts the pairs of set and rollout that exist.
+    """Rewards grouped by the set that they are compared in; P counts existing pairs of set and
+    rollout.
 
     Attributes:
         mean_P: Mean reward of a rollout's calls in a set.
         set_P: The set of each pair.
         cell_C: The pair of each reward.
-        rollouts_S: Rollouts in each set.
+        rollouts_S: Number of rollouts in each set.
         mean_S: Mean of a set, each rollout counting once.
-        calls_P: Rewards of each pair.
+        calls_P: Number of rewards of each pair.
     """
 
     mean_P: Tensor
@@ -269,7 +272,7 @@ def _sets(rewards_C: Tensor, rollout_C: Tensor, set_C: Tensor) -> _Sets:
     zeros_S = rewards_C.new_zeros(int(set_C.max()) + 1)
     rollouts_S = zeros_S.index_add(0, pairs[0], torch.ones_like(mean_P))
     if bool((rollouts_S == 1).any()):
-        raise ValueError("a group of one rollout has no baseline; drop it before")
+        raise ValueError("a group of one rollout has no baseline; drop it first")
     mean_S = zeros_S.index_add(0, pairs[0], mean_P) / rollouts_S.clamp(min=1)
     return _Sets(mean_P, pairs[0], cell_C, rollouts_S, mean_S, count_P)
 
@@ -280,7 +283,7 @@ def group_std(rewards_R: Tensor, group_R: Tensor) -> Tensor:
 
 
 def quiet(rewards_R: Tensor, group_R: Tensor, args: AdvantageArgs) -> Tensor:
-    """Whose group has rewards so near each other that they teach nothing; shape [R]."""
+    """Rollouts whose group's rewards are too close to each other to teach anything; shape [R]."""
     if not isinstance(args, GRPOAdvantage) or args.std_threshold is None:
         return torch.zeros(len(rewards_R), dtype=torch.bool)
     return (group_std(rewards_R, group_R) <= args.std_threshold)[group_R]
@@ -289,12 +292,12 @@ def quiet(rewards_R: Tensor, group_R: Tensor, args: AdvantageArgs) -> Tensor:
 def turn_returns(
     rewards_C: Tensor, successors: Sequence[Sequence[int]], discounts: Sequence[float]
 ) -> Tensor:
-    """`G_c = r_c + discount_c * mean of G over the calls that go on from c`.
+    """`G_c = r_c + discount_c * mean of G over the calls that follow c`.
 
     Args:
-        rewards_C: What each call gains itself; that of a leaf includes its rollout's reward.
-        successors: For each call the calls that go on from it.
-        discounts: From each call to those that go on from it.
+        rewards_C: The gain of each call; that of a leaf includes its rollout's reward.
+        successors: For each call the calls that follow it.
+        discounts: Discount from each call to those that follow it.
 
     Returns:
         Shape [C], in the dtype of `rewards_C`.
@@ -312,21 +315,21 @@ def gae(
     successors: Sequence[Sequence[int]],
     args: PPOAdvantage = PPOAdvantage(),
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Generalised advantage estimates of single tokens, on through the calls of a rollout.
+    """Generalised advantage estimates of single tokens, continued through the calls of a rollout.
 
         delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lam A_{t+1},   R_t = A_t + V_t
 
-    Behind the last token of a call come the first tokens of the calls that go on from it: there V
-    and A are the means of theirs, and 0 behind a leaf.
+    After the last token of a call come the first tokens of the calls that follow it: V and A there
+    are the means over these calls, and 0 after a leaf.
 
     Source: GAE (arXiv 1506.02438) eq. 11, 12 and 16.
 
     Args:
-        rewards: What each token gains, one tensor [T_c] for each of the C calls, T_c > 0.
+        rewards: Reward of each token, one tensor [T_c] for each of the C calls, T_c > 0.
         values: Value of the state in which each token was sampled, likewise.
-        successors: For each call the calls that go on from it.
-        args: `gamma`, the discount from one token to the next; `lam`, of which 1 takes what was
-            gained, 0 what the next value says.
+        successors: For each call the calls that follow it.
+        args: `gamma`, the discount from one token to the next; `lam`: with 1 the estimate uses the
+            rewards alone, with 0 the next value.
 
     Returns:
         Advantages, and the returns that values are trained towards: C tensors [T_c] each, float64.
@@ -352,5 +355,5 @@ def gae(
 
 
 def _backwards(successors: Sequence[Sequence[int]]) -> Iterator[int]:
-    """Calls, each behind those that go on from it."""
+    """Calls in an order in which each comes after those that follow it."""
     return iter(TopologicalSorter(dict(enumerate(successors))).static_order())

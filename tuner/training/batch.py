@@ -1,6 +1,6 @@
-"""From traces to what is trained: groups, their rewards, a row per call, where every token went.
+"""From traces to a training batch: groups, rewards, one row per call, and where every token went.
 
-A call of which the workflow masked a part has a row for each stretch that is left.
+A call that the workflow masked in part has one row for each remaining stretch.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from tuner.errors import TrainingError
 from tuner.traces import Call, Outcome, RolloutId, Trace
 from tuner.training.forks import Point, trunk_of
 
-# Which groups and rollouts of a step are trained, by their rewards, and what these become.
+# Selection of the groups and rollouts that are trained, by their rewards, and reward shaping.
 
 
 @dataclass(frozen=True)
 class Overlong:
     """DAPO's soft punishment of long answers (arXiv 2503.14476, section 3.4).
 
-    With T the tokens of an answer: 0 up to `longest - buffer`, from there in a straight line down
-    to `-penalty` at `longest`. An answer that was cut off is punished in full.
+    With T the tokens of an answer: 0 up to `longest - buffer`, from there linearly down to
+    `-penalty` at `longest`. An answer that was cut off gets the full penalty.
 
     Attributes:
-        longest: The most tokens that an answer may have.
-        buffer: The last so many of them are punished.
-        penalty: What an answer of `longest` tokens loses.
+        longest: Maximum number of tokens of an answer.
+        buffer: Length of the punished range.
+        penalty: Penalty of an answer of `longest` tokens.
     """
 
     longest: int
@@ -40,7 +40,7 @@ class Overlong:
     penalty: float = 1.0
 
     def of(self, trace: Trace) -> float:
-        """What a rollout's reward is changed by, at most 0: that of its worst answer."""
+        """Change of a rollout's reward, at most 0: that of its worst answer."""
         worst = 0.0
         for call in trace.calls:
             excess = len(call.completion_ids) - (self.longest - self.buffer)
@@ -51,22 +51,22 @@ class Overlong:
 
 @dataclass(frozen=True)
 class Selection:
-    """What is done with the rewards of a step between the judge and the advantages.
+    """How the rewards of a step are filtered and shaped between judge and advantages.
 
-    Filters look at the rewards as they were given; what is left becomes
+    Filters see the rewards as given; those that remain become
     `(reward + bias) * scale + overlong`. Rewards of single calls become `(reward + bias) * scale`.
 
     Attributes:
-        success_rate: Groups whose share of rollouts with a reward above 0 is outside these
-            bounds, both included, are left out (AReaL's `success_rate_lb` and `_ub`).
-        varied_only: Groups whose rewards are all equal are left out (DAPO's dynamic sampling),
-            unless calls in it have rewards of their own.
-        best_only: Of each group only the rollouts with the highest reward are kept, of a group
-            whose rewards are all equal none (RAFT, arXiv 2304.06767).
-        lone_rewards: A call with a reward of its own is used where no other of its group has one.
+        success_rate: Bounds, inclusive, on the share of rollouts with a reward above 0; groups
+            outside them are dropped (AReaL's `success_rate_lb` and `_ub`).
+        varied_only: Groups whose rewards are all equal are dropped (DAPO's dynamic sampling),
+            unless their calls have rewards of their own.
+        best_only: Only the rollouts of a group with the highest reward are kept, and none of a
+            group whose rewards are all equal (RAFT, arXiv 2304.06767).
+        lone_rewards: A call's own reward is used even if no other call of its group has one.
         needs_group: A rollout that is alone in its group teaches nothing.
-        needs_reward: A rollout without a reward teaches nothing. Where it is False rewards, those
-            of single calls too, are not looked at.
+        needs_reward: A rollout without a reward teaches nothing. If False, all rewards are ignored,
+            those of single calls too.
     """
 
     success_rate: tuple[float, float] = (0.0, 1.0)
@@ -80,13 +80,10 @@ class Selection:
     needs_reward: bool = True
 
     def reason(self, members: Sequence[tuple[Trace, float]]) -> str | None:
-        """Why a whole group is left out, or None.
+        """Why a whole group is dropped, or None.
 
         Args:
-            members: Its rollouts with their rewards, those that can be trained.
-
-        Raises:
-            TrainingError: Only the best rollouts are kept, and a call has a reward of its own.
+            members: Its trainable rollouts with their rewards.
         """
         if len(members) < 2 and self.needs_group:
             return "group_of_one"
@@ -99,8 +96,8 @@ class Selection:
         own = any(call.reward is not None for trace, _ in members for call in trace.calls)
         if own and self.best_only:
             raise TrainingError(
-                "raft keeps the best rollouts of a group and has no use for rewards of single "
-                "calls; give rewards to rollouts only, or set algorithm.algorithm_type to "
+                "raft keeps the best rollouts of a group and cannot use rewards of single calls; "
+                "give rewards to rollouts only, or set algorithm.algorithm_type to "
                 "multi_step_grpo"
             )
         if (self.varied_only or self.best_only) and not own and len(set(rewards)) == 1:
@@ -108,22 +105,20 @@ class Selection:
         return None
 
     def kept(self, members: Sequence[tuple[Trace, float]]) -> list[bool]:
-        """Which rollouts of a group that is used are kept."""
+        """Which rollouts of a used group are kept."""
         best = max(reward for _, reward in members)
         return [not self.best_only or reward == best for _, reward in members]
 
     def shaped(self, trace: Trace, reward: float) -> float:
-        """The reward that a rollout is trained with."""
         shaped = self.of_call(reward)
         return shaped + self.overlong.of(trace) if self.overlong is not None else shaped
 
     def of_call(self, reward: float) -> float:
-        """The reward that a call with one of its own is trained with."""
         return (reward + self.bias) * self.scale
 
 
 K = TypeVar("K", bound=Hashable)
-# An outcome that leaves calls behind and may be given a penalty instead of being dropped.
+# Outcomes that leave calls behind and may get a penalty instead of being dropped.
 PENALIZABLE = (
     Outcome.WORKFLOW_ERROR,
     Outcome.JUDGE_ERROR,
@@ -137,25 +132,24 @@ PENALIZABLE = (
 class Row:
     """One call as training data: `prompt_ids + completion_ids`, trained on the completion.
 
-    Where a part of the call is masked, `completion_ids` is one of the stretches that are left, and
-    `prompt_ids` is all that was there before it.
+    If part of the call is masked, `completion_ids` is one of the remaining stretches, and
+    `prompt_ids` is everything before it.
 
     Attributes:
         rollout: Index of its rollout in the batch.
         reward: The call's own reward, or None: then its rollout's counts.
-        gained: What was gained where the call ended, where that does not follow from `reward` and
-            the rollout's (`Call.gained`); else None.
-        kept: What cuts left where each completion token was sampled, as in `Call.kept`.
-        begun: How many of `prompt_ids`, the last of them, the call itself sampled.
-        peers: Index of the rows of its group that have a reward of their own and the same role,
-            which its reward is compared with; None where it has no reward of its own.
-        logprobs: Those that the completion was sampled with; empty where nobody sampled it.
-        versions: Updates that the weights had seen which sampled each token; empty: those that
-            are trained.
-        teacher_prompt_ids: What a teacher reads in place of `prompt_ids`; empty: the same.
+        gained: The gain at the end of the call, if it does not follow from `reward` and the
+            rollout's reward (`Call.gained`); else None.
+        kept: Tokens kept by cuts where each completion token was sampled, as in `Call.kept`.
+        begun: Number of tokens at the end of `prompt_ids` that the call itself sampled.
+        peers: Set of the rows of its group with rewards of their own and the same role, which its
+            reward is compared with; None if it has no reward of its own.
+        logprobs: Log-probs that the completion was sampled with; empty if it was not sampled.
+        versions: Version of the weights that sampled each token; empty: the current weights.
+        teacher_prompt_ids: Prompt for a teacher in place of `prompt_ids`; empty: the same.
         place: Index of its call among its rollout's, in order of commitment.
-        foreign: Whether weights that the trainer never had sampled some of it, those of another
-            run (`Trace.foreign_from`): `versions` then do not say how old it is.
+        foreign: Whether weights of another run sampled some of it (`Trace.foreign_from`); its
+            `versions` then do not tell its age.
     """
 
     call_id: str
@@ -179,7 +173,7 @@ class Row:
 
     @property
     def of_teacher(self) -> Row:
-        """The row as a teacher reads it."""
+        """The row with the teacher's prompt."""
         return replace(self, prompt_ids=self.teacher_prompt_ids or self.prompt_ids)
 
 
@@ -189,14 +183,14 @@ class Batch:
 
     Attributes:
         rows: In order of rollout and call, whatever the order of arrival.
-        rewards_R: Reward of each of the R rollouts used; 0 where it has none and needs none.
+        rewards_R: Reward of each of the R rollouts used; 0 if it has none and needs none.
         group_R: Index of each rollout's group, 0 .. G-1.
-        ids: Which rollouts these are, R of them.
+        ids: Ids of these rollouts, R of them.
         sampled_tokens: Tokens sampled in all attempts of the step.
         dropped_tokens: Sampled tokens that are not trained, by reason.
         dropped_rollouts: Rollouts that are not trained, by reason.
-        replayed_tokens: Tokens of rollouts that begin inside others, which those sampled.
-        origins: Where these begin, also of those that are not used.
+        replayed_tokens: Tokens of branches that were sampled by the rollouts they branch from.
+        origins: Where branches begin, including branches that are not used.
     """
 
     rows: tuple[Row, ...]
@@ -215,11 +209,11 @@ class Batch:
 
     @property
     def foreign(self) -> bool:
-        """Whether weights that the trainer never had sampled some of it."""
+        """Whether weights of another run sampled some of it."""
         return any(row.foreign for row in self.rows)
 
     def stale(self, step: int) -> bool:
-        """Whether other weights than those that have seen `step` updates sampled some of it."""
+        """Whether any of it was sampled by weights other than those after `step` updates."""
         return self.foreign or any(v != step for row in self.rows for v in row.versions)
 
     @property
@@ -397,11 +391,11 @@ def build_batch(
 
 
 def alike(members: Sequence[tuple[Trace, float]]) -> list[tuple[Trace, float]]:
-    """The rollouts of a group, with one kind of reward: where some say what each of their calls
-    gained (`Call.gained`), the calls of one without any rewards of calls get the rollout's.
+    """The rollouts of a group with comparable rewards: if some have gains of calls (`Call.gained`),
+    each call of a rollout without rewards of calls gets the rollout's reward.
 
-    An agent that returns trajectories rewards each of them: where there are several, their calls
-    have rewards of their own, else the rollout has it. A group with both compares those of calls.
+    An agent that returns several trajectories rewards each of them, so its calls have rewards of
+    their own; with one trajectory the rollout has it. A group with both compares those of calls.
 
     Args:
         members: Rollouts with their rewards.
@@ -417,8 +411,8 @@ def alike(members: Sequence[tuple[Trace, float]]) -> list[tuple[Trace, float]]:
 
 
 def fresh(call: Call, oldest: int) -> tuple[list[tuple[int, int]], int]:
-    """The stretches of a call that weights of version `oldest` or later sampled, and how many
-    tokens of its stretches older ones did. Versions never fall within a call."""
+    """The stretches of a call sampled by weights of version `oldest` or later, and the number of
+    tokens in stretches of older ones. Versions never decrease within a call."""
     first = bisect_left(call.versions, oldest)
     stretches = [(max(start, first), stop) for start, stop in call.stretches if stop > first]
     kept = sum(stop - start for start, stop in stretches)
@@ -426,8 +420,8 @@ def fresh(call: Call, oldest: int) -> tuple[list[tuple[int, int]], int]:
 
 
 def peer_sets(calls: Iterable[tuple[K, Hashable]], *, least: int = 2) -> dict[K, int]:
-    """An index for each set of calls whose rewards of their own are compared: a set in which fewer
-    than `least` rollouts have such calls has nothing to compare with.
+    """An index for each set of calls whose own rewards are compared. A set needs such calls of at
+    least `least` rollouts.
 
     Args:
         calls: The set of each call (its group and role), and its rollout.
@@ -440,13 +434,13 @@ def peer_sets(calls: Iterable[tuple[K, Hashable]], *, least: int = 2) -> dict[K,
 
 
 def reward_of(trace: Trace, penalty: float | None, *, needed: bool = True) -> float | None:
-    """The reward that a rollout counts with, or None where it is left out: its own if it completed,
-    the penalty if it failed after at least one call and there is one.
+    """The reward that a rollout counts with, or None to drop it: its own if it completed, or the
+    penalty if it failed after at least one call.
 
     Args:
         trace: Its last attempt.
         penalty: Reward of a failed rollout; None drops it.
-        needed: Whether one that completed without a reward is left out, or has 0.
+        needed: Whether a rollout that completed without a reward is dropped, or gets 0.
     """
     if trace.outcome is Outcome.COMPLETED:
         return 0.0 if trace.reward is None and not needed else trace.reward

@@ -1,15 +1,15 @@
-"""Advantages of every sampled token, where rollouts of a task begin inside others of them.
+"""Advantages of every sampled token when rollouts of a task branch from others.
 
 A trunk starts at the beginning of the task, a branch at a point (x) inside another rollout: what
-lies before is given back, what follows is sampled anew. Every rollout is a leaf with a reward:
+precedes the point is replayed, what follows is sampled anew. Every rollout is a leaf with a reward:
 
     trunk a   |------x-----------x----- 1        value of a    before the first x: 1/4
     branch b         |----------------- 0                      between the two:    1/2
     branch c                     |----- 0                      behind the second:  1
     trunk d   |------------------------ 0
 
-At a fork the trunk's own continuation and all branches that begin there are children; the value of
-a stretch is its rollout's reward, or the mean over the children of the fork that it ends in. With T
+At a fork the trunk's continuation and all branches that begin there are children; the value of a
+stretch is its rollout's reward, or the mean over the children of the fork that it ends in. With T
 trunks a token gets
 
     advantage = value of its stretch - mean value of the other children of the fork above it
@@ -17,23 +17,23 @@ trunks a token gets
 
 and the trunks are the children of the task. The sum over all sampled tokens of `weight * advantage
 * grad log pi`, divided by T, is an unbiased estimate of the policy gradient: given the state at a
-fork its children are independent draws from one distribution, so their mean estimates what one of
-them would, and a sibling's value is a baseline that a token has no part in. Without branches it is
-the leave-one-out estimate. A fork of which one child is left (the others failed) is none: its child
-has the advantage of the stretch before, whose baseline is as independent of it.
+fork its children are independent draws from one distribution, so their mean estimates the value of
+one of them, and a sibling's value is a baseline that does not depend on the token. Without branches
+it is the leave-one-out estimate. A fork with one child left (the others failed) is not a fork: the
+child has the advantage of the stretch before it, whose baseline is as independent of it.
 
-**Which points are allowed.** All of this holds if a point was chosen *predictably*: by what was
-known before it - the rollout up to there, other trunks, earlier steps, a random number drawn
-beforehand -, and by nothing that came after it in the rollout that is branched from. Its reward
+**Which points are allowed.** All of this requires that a point is chosen *predictably*: from what
+was known before it (the rollout up to there, other trunks, earlier steps, a random number drawn
+beforehand) and from nothing that came after it in the rollout that is branched from. Its reward
 came after, and so did its length: "one of the trunk's calls, drawn evenly" is biased, since short
-trunks, which may be the bad ones, are branched from earlier. Draw the call's index beforehand and
-leave a trunk alone that has no such call. How many branches begin at a point is a choice like the
-point. Where calls are in flight side by side, which of them is committed first hangs on what the
-others sample: a point is allowed where none is in flight but the one that it lies in.
+trunks, which may be the bad ones, are branched from earlier. Draw the call's index beforehand, and
+do not branch from a trunk without such a call. The number of branches at a point must be chosen the
+same way. If calls run concurrently, the order of their commitment depends on what the others
+sample: a point is allowed only if no other call is in flight.
 
-Rollouts that fail are left out as everywhere. That is unbiased as far as failing does not hang on
-what was sampled, and whether anything of a tree is left does not either: a trunk that was branched
-from stays in its group when it fails, one that was too short for it does not.
+Failed rollouts are dropped as everywhere. That is unbiased if failing does not depend on what was
+sampled. Whether anything of a tree remains must not depend on it either: a trunk that was branched
+from stays in its group when it fails, one that was too short for branching does not.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ from numpy.typing import NDArray
 
 Id = TypeVar("Id", bound=Hashable)
 Position = tuple[int, int]
-"""A call's index in its rollout, and a token's in the call."""
+"""Index of a call in its rollout, and of a token in the call."""
 
 
 @dataclass(frozen=True)
 class Point(Generic[Id]):
-    """Where a branch begins.
+    """The point where a branch begins.
 
     Attributes:
-        rollout: What it branches from.
-        call: How many calls of that, in order of commitment, lie before it.
-        token: How many sampled tokens of the call at the point do.
+        rollout: The rollout that it branches from.
+        call: Number of that rollout's calls, in order of commitment, before the point.
+        token: Number of sampled tokens of the call at the point that come before it.
     """
 
     rollout: Id
@@ -79,10 +79,10 @@ class Piece(Generic[Id]):
     """Tokens of a call that are trained.
 
     Attributes:
-        rollout: Whose call it is.
-        call: Its index there, in order of commitment; calls that were given back count.
-        start: The first of the tokens, as an index in the completion.
-        count: How many there are.
+        rollout: The rollout of the call.
+        call: Its index there, in order of commitment, counting replayed calls.
+        start: Index of the first of the tokens in the completion.
+        count: Number of tokens.
     """
 
     rollout: Id
@@ -93,12 +93,12 @@ class Piece(Generic[Id]):
 
 @dataclass(frozen=True)
 class TreeAdvantages:
-    """What the tokens of the pieces count.
+    """Advantages and weights of the tokens of the pieces.
 
     Attributes:
         advantages: For each piece those of its tokens, float64.
-        weights: Likewise; both are 0 where no used rollout goes on from a token.
-        trunks: For each group in how many trees it has used rollouts: what the sum is divided by.
+        weights: Likewise; both are 0 if no used rollout continues from a token.
+        trunks: For each group the number of trees with used rollouts, by which the sum is divided.
     """
 
     advantages: tuple[NDArray[np.float64], ...]
@@ -116,30 +116,31 @@ def tree_advantages(
     normalize_trunks: bool = False,
     epsilon: float = 1e-6,
 ) -> TreeAdvantages:
-    """Advantages and weights of tokens in trees of rollouts; the module says which.
+    """Advantages and weights of tokens in trees of rollouts; see the module's docstring.
 
-    Divided by a standard deviation they estimate no gradient without bias: small differences count
-    as much as large ones. Tree-GRPO (arXiv 2509.21240) does so, within trees and across them.
+    With division by a standard deviation they are no unbiased estimate of a gradient: small
+    differences count as much as large ones. Tree-GRPO (arXiv 2509.21240) divides within trees and
+    across them.
 
     Args:
-        rewards: Of the rollouts that are used, trunks and branches.
-        groups: Of the same: rollouts of one task have the same one.
-        origins: Of all branches, also of those that are not used. Whoever has none is a trunk.
-        pieces: What is trained, in any order; also tokens that a rollout which is not used sampled
-            and others began behind. A piece that was given back to a branch is the same as that of
-            the rollout that sampled it; each token may be in one.
-        normalize_forks: Whether the advantages behind a fork are divided by the standard deviation
-            of its children's values.
-        normalize_trunks: Whether those before every fork are, by that of the trunks' values.
+        rewards: Rewards of the used rollouts, trunks and branches.
+        groups: Groups of the same rollouts; rollouts of one task share one.
+        origins: Origins of all branches, including unused ones. A rollout without one is a trunk.
+        pieces: The trained tokens, in any order, including tokens of unused rollouts that others
+            branch from. Replayed tokens belong to the rollout that sampled them; each token may be
+            in one piece only.
+        normalize_forks: Divide the advantages after a fork by the standard deviation of its
+            children's values.
+        normalize_trunks: Divide those before every fork by that of the trunks' values.
         epsilon: Added to the standard deviation.
 
     Raises:
-        ValueError: A group has used rollouts in one tree only, a tree has those of two groups, a
-            token is in two pieces, or rollouts begin inside each other.
+        ValueError: A group has used rollouts in one tree only, a tree has rollouts of two groups, a
+            token is in two pieces, or origins form a cycle.
     """
     tree = _Tree(rewards, origins)
     roots = _roots({id_: groups[id_] for id_ in rewards}, tree)
-    # Each behind those above it; the beginnings of tasks have nothing above.
+    # Ancestors first; the beginnings of tasks have none.
     forks: list[_Fork[Id]] = [*((None, children) for children in roots.values())]
     forks += tree.forks.items()
     compared = _compared(
@@ -164,12 +165,12 @@ def tree_advantages(
 
 @dataclass(frozen=True)
 class Value:
-    """What a point in a rollout was worth.
+    """The value of a point in a rollout.
 
     Attributes:
-        mean: Of the rewards of the rollouts that go on from it, each child of a fork counting as
-            much as the others: what the advantages are made of.
-        ends: How many rollouts these are.
+        mean: Mean reward of the rollouts that continue from it, each child of a fork counting
+            equally; advantages are made of it.
+        ends: Number of these rollouts.
     """
 
     mean: float
@@ -181,21 +182,20 @@ def point_values(
 ) -> dict[Point[Id], Value]:
     """The value of each point at which rollouts begin.
 
-    Nobody stores them. A trace has its reward and where it begins, and a step's file has the whole
-    group: that is all they are made of, so they are read from there, and made anew with the rewards
-    of another judge. A number beside a trace would be old as soon as another rollout ends that goes
-    on from the point, which is after the trace was written.
+    Values are not stored but recomputed from the traces of a group (rewards and origins), which
+    also allows other rewards. A stored value would be outdated as soon as another rollout ends that
+    continues from the point, which is after the trace was written.
 
     Args:
-        rewards: Of the rollouts that have one, of one task or of several.
-        origins: Of all branches, also of those without a reward.
+        rewards: Rewards of the rollouts that have one, of one task or of several.
+        origins: Origins of all branches, including those without a reward.
 
     Returns:
-        By the point in the rollout that sampled what lies before it; without those from which no
-        rollout with a reward goes on.
+        By the point in the rollout that sampled what precedes it; without points from which no
+        rollout with a reward continues.
 
     Raises:
-        ValueError: Rollouts begin inside each other.
+        ValueError: Origins form a cycle.
     """
     tree = _Tree(rewards, origins)
     ends = dict.fromkeys(tree.values, 1)
@@ -210,13 +210,13 @@ def point_values(
 
 
 def resolved(origins: Mapping[Id, Point[Id]]) -> dict[Id, Point[Id]]:
-    """Each origin as a point of the rollout that sampled what lies right before it.
+    """Each origin as a point of the rollout that sampled what comes right before it.
 
-    A branch that begins in another branch, no later than that one itself begins, begins in what
-    that one was given: in the rollout that it branches from.
+    A branch of a branch may begin in its replayed part; its origin is then in the rollout that was
+    replayed.
 
     Raises:
-        ValueError: Rollouts begin inside each other.
+        ValueError: Origins form a cycle.
     """
     order = TopologicalSorter({id_: [point.rollout] for id_, point in origins.items()})
     found: dict[Id, Point[Id]] = {}
@@ -230,7 +230,7 @@ def resolved(origins: Mapping[Id, Point[Id]]) -> dict[Id, Point[Id]]:
 
 
 def trunk_of(rollout: Id, origins: Mapping[Id, Point[Id]]) -> Id:
-    """The rollout of its tree that starts at the beginning."""
+    """The trunk of a rollout's tree."""
     while rollout in origins:
         rollout = origins[rollout].rollout
     return rollout
@@ -244,9 +244,9 @@ def _resolved(point: Point[Id], origins: Mapping[Id, Point[Id]]) -> Point[Id]:
     return point
 
 
-# A rollout, and how many of its forks lie before the stretch.
+# A rollout, and the number of its forks before the stretch.
 _Stretch = tuple[Id, int]
-# The stretch that ends in it, and those that begin there and lead to a used rollout.
+# The stretch that ends in the fork, and those that begin there and lead to a used rollout.
 _Fork = tuple[_Stretch[Id] | None, Sequence[_Stretch[Id]]]
 
 
@@ -261,14 +261,14 @@ class _Part(Generic[Id]):
 
 
 class _Tree(Generic[Id]):
-    """The rollouts of all tasks, cut where others begin inside them.
+    """The rollouts of all tasks, cut where others branch from them.
 
     Attributes:
-        origins: Of branches, resolved.
+        origins: Origins of branches, resolved.
         cuts: The positions in each rollout at which others begin, in order.
         values: Of the stretches that lead to a used rollout: its reward, or the mean over the
             children of the fork that it ends in.
-        forks: Of these the ones that end in a fork, each behind those above it, and its children.
+        forks: Those of them that end in a fork, ancestors first, each with its children.
     """
 
     def __init__(self, rewards: Mapping[Id, float], origins: Mapping[Id, Point[Id]]) -> None:
@@ -278,7 +278,7 @@ class _Tree(Generic[Id]):
         for id_, point in self.origins.items():
             begun[point.rollout, point.position].append(id_)
         forks: dict[_Stretch[Id], list[_Stretch[Id]]] = {}
-        # What begins inside a branch begins behind the branch's own point: one order serves all.
+        # What begins inside a branch begins after the branch's own point, so one order serves all.
         for rollout, position in sorted(begun, key=lambda where: where[1]):
             number = len(self.cuts[rollout])
             self.cuts[rollout].append(position)
@@ -295,7 +295,7 @@ class _Tree(Generic[Id]):
         }
 
     def parts(self, piece: Piece[Id]) -> Iterator[_Part[Id]]:
-        """A piece in parts that lie in one stretch each, in order."""
+        """Split a piece into parts that lie in one stretch each, in order."""
         edges = {piece.start, piece.start + piece.count}
         owner = piece.rollout
         inside = list(self.cuts[owner])
@@ -309,7 +309,7 @@ class _Tree(Generic[Id]):
             yield _Part(self._stretch(piece.rollout, (piece.call, start)), piece.call, start, stop)
 
     def _stretch(self, rollout: Id, position: Position) -> _Stretch[Id]:
-        """In which the token at a position of a rollout was sampled."""
+        """The stretch in which the token at a position of a rollout was sampled."""
         while rollout in self.origins and position < self.origins[rollout].position:
             rollout = self.origins[rollout].rollout
         return rollout, bisect_right(self.cuts[rollout], position)
@@ -321,8 +321,8 @@ def _roots(groups: Mapping[Id, Hashable], tree: _Tree[Id]) -> dict[Hashable, lis
     for id_, group in groups.items():
         if group_of.setdefault(trunk_of(id_, tree.origins), group) != group:
             raise ValueError(
-                f"rollout {id_} of group {group} begins inside one of group "
-                f"{group_of[trunk_of(id_, tree.origins)]}: the rollouts of a tree are of one task"
+                f"rollout {id_} of group {group} branches from one of group "
+                f"{group_of[trunk_of(id_, tree.origins)]}: a tree's rollouts must share a task"
             )
     roots: defaultdict[Hashable, list[_Stretch[Id]]] = defaultdict(list)
     for trunk, group in group_of.items():
@@ -330,9 +330,9 @@ def _roots(groups: Mapping[Id, Hashable], tree: _Tree[Id]) -> dict[Hashable, lis
     for group, found in roots.items():
         if len(found) == 1:
             raise ValueError(
-                f"the rollouts of group {group} that are left are all of one tree, so what lies "
-                "before its forks has no baseline: drop the group, or begin at least two rollouts "
-                "of a task at the beginning"
+                f"the remaining rollouts of group {group} are all of one tree, so the tokens "
+                "before its forks have no baseline: drop the group, or start at least two "
+                "rollouts of a task at the beginning"
             )
     return dict(roots)
 
@@ -340,12 +340,12 @@ def _roots(groups: Mapping[Id, Hashable], tree: _Tree[Id]) -> dict[Hashable, lis
 def _compared(
     sets: Sequence[Sequence[float]], normalized: Sequence[bool], epsilon: float
 ) -> list[list[float]]:
-    """Each value less the mean of the others of its set; nothing for a set of one."""
+    """Each value minus the mean of the others of its set; a set of one gives nothing."""
     found: list[list[float]] = [[] for _ in sets]
     several = [number for number, values in enumerate(sets) if len(values) > 1]
     if not several:
         return found
-    # Here, since values of points are read where nothing else needs PyTorch.
+    # Imported here, since point values are also read where nothing else needs PyTorch.
     import torch
 
     from tuner.training.advantages import group_std, leave_one_out
@@ -365,7 +365,7 @@ def _compared(
 
 
 def _check_once(parts: Iterable[_Part[Id]]) -> None:
-    """Refuse tokens that are in two pieces."""
+    """Raise ValueError for tokens that are in two pieces."""
     calls: defaultdict[tuple[Id, int], list[tuple[int, int]]] = defaultdict(list)
     for part in parts:
         calls[part.stretch[0], part.call].append((part.start, part.stop))
@@ -374,7 +374,7 @@ def _check_once(parts: Iterable[_Part[Id]]) -> None:
             if start < stop:
                 raise ValueError(
                     f"token {start} of call {call} of rollout {rollout} is in two pieces: train "
-                    "what was given back to a branch with the rollout that sampled it, once"
+                    "replayed tokens once, with the rollout that sampled them"
                 )
 
 

@@ -1,4 +1,4 @@
-"""Training on recorded data: answers that are imitated, and pairs of which one is preferred.
+"""Training on recorded data: answers to imitate (SFT), and pairs with a preferred answer (DPO).
 
 Both are a weighted likelihood of the completions. For SFT the weights are those of
 `loss_agg_mode`. For DPO a first pass without a gradient gives each pair's log-probs and with them
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RecordedBatch:
-    """The rows of one step on recorded data, one for each assistant turn that is trained.
+    """The rows of one step on recorded data, one for each trained assistant turn.
 
     Attributes:
-        rows: `Row.rollout` is the index of the turn's conversation; of pair p the better one is
+        rows: `Row.rollout` is the index of the turn's conversation; the better one of pair p is
             2p, the worse one 2p + 1.
     """
 
@@ -42,7 +42,6 @@ class RecordedBatch:
 
     @staticmethod
     def of(conversations: Sequence[Sequence[HasIds]]) -> RecordedBatch:
-        """From the trained turns of each conversation."""
         return RecordedBatch(
             tuple(
                 Row(
@@ -64,26 +63,26 @@ class RecordedBatch:
 
 
 def recorded_update(trainer: PolicyTrainer, batch: RecordedBatch) -> dict[str, float]:
-    """One optimizer step on recorded data, with the loss of the trainer's settings.
+    """One optimizer step on recorded data, with the loss of the trainer's configuration.
 
     Returns:
-        Metrics: of SFT the loss, of DPO those of `dpo_update`; entropy, gradient norm and
+        Metrics: for SFT the loss, for DPO those of `dpo_update`; entropy, gradient norm and
         learning rate.
 
     Raises:
         TrainingError: The batch is empty, or loss or gradient is not finite.
     """
     if not batch.rows:
-        raise TrainingError("a batch without a single turn to train cannot be trained")
-    if trainer.settings.policy_loss == "dpo":
+        raise TrainingError("a batch without a turn to train cannot be trained")
+    if trainer.config.algorithm.policy_loss_fn == "dpo":
         return dpo_update(trainer, batch)
     # `L = -sum_t m_t logp_t`, with the weights m of `loss_agg_mode`.
-    settings = trainer.settings
+    config = trainer.config
     weights_N = row_weights(
-        settings.aggregation,
+        config.algorithm.loss_agg_mode,
         torch.tensor([len(row.completion_ids) for row in batch.rows]),
         torch.tensor([row.rollout for row in batch.rows]),
-        longest=settings.max_completion,
+        longest=config.longest_answer,
     )
     return trainer.likelihood_update(batch.rows, weights_N)
 
@@ -92,15 +91,15 @@ def dpo_update(trainer: PolicyTrainer, batch: RecordedBatch) -> dict[str, float]
     """The mean of `tuner.training.losses.dpo` over the pairs of a step.
 
     Returns:
-        Metrics: loss; `accuracy`, the share of pairs whose better answer has the larger reward
-        `beta * (logp - ref)`; `reward_margin` between the two, and `chosen_reward`,
-        `rejected_reward`, `chosen_logp`, `rejected_logp`; all before the update.
+        Metrics before the update: loss; `accuracy`, the share of pairs whose better answer has the
+        larger reward `beta * (logp - ref)`; `reward_margin` between the two, and `chosen_reward`,
+        `rejected_reward`, `chosen_logp`, `rejected_logp`.
     """
-    settings = trainer.settings
+    config = trainer.config
     logp_C, distance_C = pair_logps(trainer, batch)
     pairs, rollout_N = len(logp_C) // 2, torch.tensor([row.rollout for row in batch.rows])
-    assert isinstance(settings.policy_loss_spec, DPOLoss)
-    found = dpo(distance_C[0::2], distance_C[1::2], settings.policy_loss_spec)
+    assert isinstance(config.algorithm.policy_loss, DPOLoss)
+    found = dpo(distance_C[0::2], distance_C[1::2], config.algorithm.policy_loss)
     slope_P = found.slope_P / pairs
     weights_C = torch.stack([-slope_P, slope_P], dim=1).flatten()
     metrics = trainer.likelihood_update(batch.rows, weights_C[rollout_N])
@@ -117,15 +116,11 @@ def dpo_update(trainer: PolicyTrainer, batch: RecordedBatch) -> dict[str, float]
 
 
 def pair_logps(trainer: PolicyTrainer, batch: RecordedBatch) -> tuple[Tensor, Tensor]:
-    """Log-probs of the 2P conversations of P pairs, and their distance to the reference's, [2P].
-
-    Raises:
-        TrainingError: There is no reference.
-    """
+    """Log-probs of the 2P conversations of P pairs, and their distance to the reference's, [2P]."""
     rollout_N = torch.tensor([row.rollout for row in batch.rows])
     conversations = 2 * (int(rollout_N.max()) // 2 + 1)
     if trainer.reference is None:
-        raise TrainingError("dpo needs a reference (TrainerSettings.policy_loss)")
+        raise TrainingError("dpo needs a reference (PolicyTrainer(reference=...))")
 
     def summed(logp: tuple[Tensor, ...]) -> Tensor:
         of_rows_N = torch.stack([logp_T.double().sum().cpu() for logp_T in logp])
@@ -135,7 +130,7 @@ def pair_logps(trainer: PolicyTrainer, batch: RecordedBatch) -> tuple[Tensor, Te
     return logp_C, logp_C - summed(trainer.compute_logp(batch, model=trainer.reference))
 
 
-# How many samples recorded ones still are worth to weights that did not sample them.
+# The effective number of samples, for weights that did not sample them.
 #
 # A token that was sampled with log-prob `recorded`, and that the current weights give `logp`, has
 # the importance weight `w = exp(logp - recorded)`; a call or a rollout has the product of those of
@@ -143,30 +138,30 @@ def pair_logps(trainer: PolicyTrainer, batch: RecordedBatch) -> tuple[Tensor, Te
 #
 #     n_eff = (sum w)^2 / sum w^2                                    (Kong, 1992; Liu, 2001)
 #
-# samples of the current policy do: n where all weights are equal, 1 where one outweighs the others.
+# samples of the current policy: n if all weights are equal, 1 if one outweighs the others.
 #
-# Tokens, calls and rollouts answer different questions. A loss whose weights are those of tokens,
-# as that of `tuner.training.loss`, has the variance that `tokens` says. A rollout's product is what
-# an unbiased estimate of its return needs, and says little once rollouts are long: if the logarithm
-# of a token's weight has variance s^2, that of T tokens has about T s^2, and of n rollouts `n
-# exp(-T s^2)` are left: with s = 0.1 and 1,000 tokens not one of a thousand. `calls` is between the
-# two: what one decision of the agent is worth, given what it had read.
+# Tokens, calls and rollouts answer different questions. A loss with weights per token, as that of
+# `micro_batch_loss`, has the variance given by `tokens`. A rollout's product is what an unbiased
+# estimate of its return needs, and says little once rollouts are long: if the logarithm of a
+# token's weight has variance s^2, that of T tokens has about T s^2, and of n rollouts `n exp(-T
+# s^2)` are left: with s = 0.1 and 1,000 tokens less than one of a thousand. `calls` is between the
+# two: the value of one decision of the agent, given what it had read.
 #
-# One token in 3,000 whose weight is 100 leaves a quarter of all the others. A loss that caps
-# weights, as ours does, never sees it: its update has the noise that `capped` says, with the
-# weights `min(w, cap)`, and a bias instead, by what the cap takes away. That is small while most
-# weights are near 1, which is when `capped` is near 1: a token that the policy has left has a
-# weight near 0, and each one that it took up in its place at most the cap.
+# One token in 3,000 with a weight of 100 outweighs three quarters of the others. A loss that caps
+# weights, as ours does, never sees it: its update has the noise given by `capped`, with the weights
+# `min(w, cap)`, and a bias instead, from what the cap removes. The bias is small while most weights
+# are near 1, which is when `capped` is near 1: tokens that the policy has abandoned have weights
+# near 0, and those that it prefers instead at most the cap.
 
 
 @dataclass(frozen=True)
 class EffectiveSize:
-    """What some samples are worth.
+    """Effective size of some samples.
 
     Attributes:
-        size: (sum w)^2 / sum w^2, from 1 to `count`; 0 where there are none, or where the current
-            weights make each of them impossible.
-        count: How many there are.
+        size: (sum w)^2 / sum w^2, from 1 to `count`; 0 if there are none, or if the current weights
+            make each of them impossible.
+        count: Number of samples.
     """
 
     size: float
@@ -174,21 +169,21 @@ class EffectiveSize:
 
     @property
     def share(self) -> float:
-        """`size / count`, 1 where the weights are equal; 0 where there are no samples."""
+        """`size / count`, 1 for equal weights; 0 without samples."""
         return self.size / self.count if self.count else 0.0
 
 
 @dataclass(frozen=True)
 class Effective:
-    """What a batch is worth to a policy.
+    """Effective size of a batch for a policy.
 
     Attributes:
         tokens, calls, rollouts: Of its trained tokens, and of the calls and rollouts that have any.
-        capped: Of its tokens with the weights that the loss gives them: at most its cap, and 0
-            where it rejects them. Without either as `tokens`.
+        capped: Of its tokens with the weights of the loss: at most its cap, and 0 for rejected
+            tokens. Equal to `tokens` without cap and rejection.
         logp: The policy's log-probs, N tensors [T_row]; `ScoredBatch.proximal` takes them, so that
             nothing is computed twice.
-        log_weights: Of each token `logp - recorded`, likewise, float64, on the CPU.
+        log_weights: `logp - recorded` of each token, likewise, float64, on the CPU.
     """
 
     tokens: EffectiveSize
@@ -200,21 +195,21 @@ class Effective:
 
 
 def effective_samples(trainer: PolicyTrainer, batch: Batch) -> Effective:
-    """What a batch's samples are worth to a trainer's current weights; takes a forward pass.
+    """Effective size of a batch for a trainer's current weights; takes a forward pass.
 
     Args:
-        trainer: Whose policy it is.
+        trainer: The trainer of the policy.
         batch: Rows with the log-probs that they were sampled with.
 
     Raises:
-        TrainingError: A row has none: nobody sampled it.
+        TrainingError: A row has no log-probs, because it was not sampled.
     """
-    settings = trainer.settings
+    config = trainer.config
     return effective_of(
         batch,
         trainer.compute_logp(batch),
-        cap=settings.importance_cap,
-        rejection=settings.rejection,
+        cap=config.tuner.algorithm.cap,
+        rejection=config.tuner.algorithm.rejection,
     )
 
 
@@ -225,13 +220,13 @@ def effective_of(
     cap: float | None = None,
     rejection: tuple[float, float] | None = None,
 ) -> Effective:
-    """As `effective_samples`, of log-probs that are known.
+    """Like `effective_samples`, with known log-probs.
 
     Args:
         batch: N rows.
         logp: The policy's log-probs of them, N tensors [T_row].
-        cap: What the loss bounds weights by; None: by nothing.
-        rejection: Bounds beyond which it leaves tokens out.
+        cap: The loss's upper bound of weights; None: unbounded.
+        rejection: Bounds outside of which the loss drops tokens.
 
     Raises:
         TrainingError: A row has no log-probs that it was sampled with.
@@ -241,8 +236,8 @@ def effective_of(
         if len(row.logprobs) != len(row.completion_ids):
             raise TrainingError(
                 f"call {row.call_id} has {len(row.completion_ids)} tokens and "
-                f"{len(row.logprobs)} recorded log-probs: only what was sampled has importance "
-                "weights; train what was not with sft or dpo"
+                f"{len(row.logprobs)} recorded log-probs: only sampled tokens have importance "
+                "weights; train other text with sft or dpo"
             )
     log_weights = tuple(
         logp_T.detach().cpu().double() - torch.tensor(row.logprobs, dtype=torch.float64)
@@ -262,7 +257,7 @@ def effective_of(
 
 
 def effective_size(log_weights: Tensor) -> EffectiveSize:
-    """(sum w)^2 / sum w^2, which no common factor of the weights changes.
+    """(sum w)^2 / sum w^2, which is independent of a common factor of the weights.
 
     Args:
         log_weights: Logarithms of n weights, shape [n].
@@ -270,7 +265,7 @@ def effective_size(log_weights: Tensor) -> EffectiveSize:
     count = len(log_weights)
     if not count or not torch.isfinite(largest := log_weights.max()):
         return EffectiveSize(0.0, count)
-    # The largest is 1, so that neither sum overflows or is 0.
+    # The largest becomes 1, so that neither sum overflows or is 0.
     weights = (log_weights.double() - largest).exp()
     return EffectiveSize(float(weights.sum() ** 2 / (weights**2).sum()), count)
 
@@ -278,7 +273,7 @@ def effective_size(log_weights: Tensor) -> EffectiveSize:
 def _as_in_the_loss(
     log_T: Tensor, cap: float | None, rejection: tuple[float, float] | None
 ) -> Tensor:
-    """Logarithms of the weights that the loss gives tokens (`tuner.training.loss`)."""
+    """Logarithms of the weights that the loss gives tokens (`tuner.training.losses`)."""
     if rejection is not None:
         low, high = rejection
         log_T = log_T.masked_fill((log_T.exp() < low) | (log_T.exp() > high), -math.inf)
@@ -286,28 +281,28 @@ def _as_in_the_loss(
 
 
 def _sums(values_N: Tensor, index_N: Tensor) -> Tensor:
-    """The sum of the values of each index that there is."""
+    """The sum of the values of each index that occurs."""
     found, place_N = index_N.unique(return_inverse=True)
     return values_N.new_zeros(len(found)).index_add(0, place_N, values_N)
 
 
-# Training on rollouts that other weights sampled, long ago or elsewhere, with their log-probs.
+# Training on rollouts that other weights sampled, with their recorded log-probs.
 #
 # With `recorded` the log-prob that a token was sampled with and `old` that of the weights that a
 # step begins with, the loss is that of `tuner.training.trainer` with `w = min(old / recorded,
-# cap)`. `old` is always computed: weights of other runs have versions of their own, which say
-# nothing here. Where a formula needs the log-probs of the policy as it is (the distance to a
-# reference that is taken off rewards, what a teacher says of the student), it gets `old`.
+# cap)`. `old` is always computed: versions of other runs say nothing here. Formulas that need the
+# current policy's log-probs (the distance to a reference that is subtracted from rewards, a
+# teacher's opinion of the student) get `old`.
 #
-# Before each update it is known what the samples are still worth (`tuner.training.likelihood`).
+# Before each update the effective size of the samples is checked (`tuner.training.likelihood`).
 
 
-# No update of this run: whatever sampled these tokens, its versions are not this run's.
+# No update of this run: versions of other runs are not this run's.
 ELSEWHERE = -1
 
 
 class TooFewEffective(TrainingError):
-    """The weights have gone too far from those that sampled what they learn from."""
+    """The weights have moved too far from those that sampled the data."""
 
 
 @dataclass(frozen=True)
@@ -315,15 +310,14 @@ class OffPolicyBatch(Batch):
     """A batch whose rollouts were not sampled in this run.
 
     Attributes:
-        least_effective: The update is refused where its tokens are worth a smaller share of as many
-            new ones.
+        least_effective: The update is refused if the effective share of its tokens is smaller.
     """
 
     least_effective: float = 0.0
 
     @staticmethod
     def of(batch: Batch, *, least_effective: float) -> OffPolicyBatch:
-        """The same rollouts, whose versions are nobody's."""
+        """The same rollouts, with versions that belong to no weights of this run."""
         rows = tuple(
             replace(row, versions=(ELSEWHERE,) * len(row.completion_ids)) for row in batch.rows
         )
@@ -331,37 +325,38 @@ class OffPolicyBatch(Batch):
 
 
 def off_policy_update(trainer: PolicyTrainer, batch: OffPolicyBatch) -> dict[str, float]:
-    """The updates of one step, once it is known that the samples are worth enough.
+    """The updates of one step, after checking the effective size of its samples.
 
     Returns:
-        Those of `PolicyTrainer.ppo_update`; `effective_tokens`, `effective_calls`,
-        `effective_rollouts`, what the samples were worth before the first update, as shares.
+        The metrics of `PolicyTrainer.ppo_update`; `effective_tokens`, `effective_calls`,
+        `effective_rollouts`: effective shares before the first update.
 
     Raises:
-        TooFewEffective: The tokens are worth less than they have to be, and the algorithm weighs
-            them; nothing has changed.
+        TooFewEffective: The effective share of the tokens is too small, and the algorithm uses
+            importance weights; nothing has changed.
         TrainingError: As `ppo_update`.
     """
     effective = effective_of(batch, trainer.compute_logp(batch))
     found = effective.tokens
-    if trainer.settings.ratio_to != "nothing" and found.share < batch.least_effective:
+    weighs = trainer.config.algorithm.policy_loss.ratio_to != "nothing"
+    if weighs and found.share < batch.least_effective:
         raise TooFewEffective(
-            f"step {trainer.step + 1}: the {found.count} recorded tokens are worth "
-            f"{found.size:.0f} of the weights that are trained ({found.share:.1%}, less than "
+            f"step {trainer.step + 1}: the {found.count} recorded tokens are worth only "
+            f"{found.size:.0f} tokens of the current weights ({found.share:.1%}, less than "
             f"tuner.history.min_effective_samples {batch.least_effective:g}): these weights have "
-            "gone too far from those that sampled. Take fewer steps or epochs, a smaller "
-            "algorithm.optimizer.lr, or rollouts of weights that are nearer "
+            "moved too far from those that sampled. Take fewer steps or epochs, a smaller "
+            "algorithm.optimizer.lr, or rollouts of more recent weights "
             "(tuner.history.min_version); or collect new ones"
         )
     now = replace(batch, rows=_as_now(batch, effective.logp))
     scored = trainer.compute_ref_logp(trainer.compute_advantages(now))
-    computed = trainer.settings.proximal in ("auto", "recompute")
+    computed = trainer.config.tuner.algorithm.proximal in ("auto", "recompute")
     scored = replace(scored, batch=batch, proximal=effective.logp if computed else None)
     return {**trainer.ppo_update(scored), **shares(effective)}
 
 
 def _as_now(batch: Batch, logp: Sequence[Tensor]) -> tuple[Row, ...]:
-    """The rows as if the policy had sampled them as it is."""
+    """The rows as if the current policy had sampled them."""
     return tuple(
         replace(row, logprobs=tuple(logp_T.double().tolist()))
         for row, logp_T in zip(batch.rows, logp, strict=True)
@@ -369,7 +364,7 @@ def _as_now(batch: Batch, logp: Sequence[Tensor]) -> tuple[Row, ...]:
 
 
 def shares(effective: Effective) -> dict[str, float]:
-    """What samples are worth, as shares of as many new ones."""
+    """Effective shares of the samples."""
     return {
         "effective_tokens": effective.tokens.share,
         "effective_calls": effective.calls.share,
@@ -377,18 +372,18 @@ def shares(effective: Effective) -> dict[str, float]:
     }
 
 
-# What is held out ---------------------------------------------------------------------------------
+# Held-out data ------------------------------------------------------------------------------------
 
 
 def held_out_rewards(trainer: PolicyTrainer, batch: Batch) -> dict[str, float]:
-    """What the policy would get on rollouts that others sampled, by importance weights.
+    """Estimated reward of the policy on rollouts sampled by others, by importance weights.
 
     With W the product of a rollout's weights, the estimate is `sum W r / sum W`, self-normalised:
-    biased a little, and never outside of the rewards that there are.
+    slightly biased, and always within the range of the rewards.
 
     Returns:
-        `reward`, and `effective_rollouts`, the share of the rollouts that carry it; `recorded`, the
-        mean of the rewards as they were.
+        `reward`, and `effective_rollouts`, the effective share of the rollouts; `recorded`, the
+        mean of the recorded rewards.
     """
     if not batch.rows:
         return {}
@@ -410,17 +405,17 @@ def held_out_loss(trainer: PolicyTrainer, batch: RecordedBatch) -> dict[str, flo
     """The loss of recorded answers or pairs that are not trained.
 
     Returns:
-        Of answers `loss`, the mean of `-logp` over their tokens; of pairs `loss` and `accuracy`,
+        For answers `loss`, the mean of `-logp` over their tokens; for pairs `loss` and `accuracy`,
         the share of pairs whose better answer has the larger reward `beta * (logp - ref)`.
     """
     if not batch.rows:
         return {}
-    if trainer.settings.policy_loss != "dpo":
+    if trainer.config.algorithm.policy_loss_fn != "dpo":
         logp_T = torch.cat([each.double().cpu() for each in trainer.compute_logp(batch)])
         return {"loss": -float(logp_T.mean())}
     _, distance_C = pair_logps(trainer, batch)
-    assert isinstance(trainer.settings.policy_loss_spec, DPOLoss)
-    found = dpo(distance_C[0::2], distance_C[1::2], trainer.settings.policy_loss_spec)
+    assert isinstance(trainer.config.algorithm.policy_loss, DPOLoss)
+    found = dpo(distance_C[0::2], distance_C[1::2], trainer.config.algorithm.policy_loss)
     margin_P = found.chosen_reward_P - found.rejected_reward_P
     return {
         "loss": float(found.loss_P.mean()),

@@ -1,16 +1,24 @@
-"""Policy losses, a critic's and KL for each token, and what each token weighs in a step's loss.
+"""Losses of the policy and the critic, KL estimates, and the weight of each token in a step's loss.
 
 Everywhere `logp_T` are the log-probs of the T sampled tokens under the current policy, `old_logp_T`
-those that the ratio is taken to (no gradient), `r = exp(logp - old_logp)`, and `advantages_T` the
-tokens' advantages A. `sg` stops the gradient. A sequence is one call: its completion tokens.
+those in the denominator of the ratio (no gradient), `r = exp(logp - old_logp)`, and `advantages_T`
+the tokens' advantages A. `sg` stops the gradient. A sequence is one call: its completion tokens.
 
-Estimates of KL(policy || reference) are of each token, from its two log-probs, with names and
+Estimates of KL(policy || reference) are per token, from its two log-probs, with names and
 formulas after Schulman, "Approximating KL Divergence" (2020), as Trinity-RFT uses them.
+
+`micro_batch_loss` puts the parts together. Up to three policies are involved: the one that sampled
+a token, the one that the step began with, and the one being trained. PPO's clip holds the current
+policy near the one that a step began with, the *proximal* policy. If the token was sampled by
+another policy (older weights, another engine), the *behaviour* policy, the loss is weighted by `w =
+proximal / behaviour` (decoupled PPO, arXiv 2110.00641; AReaL, arXiv 2505.24298); the weights have
+no gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +38,10 @@ from tuner.config.algorithms import (
     SFTLoss,
     TOPRLoss,
 )
+from tuner.config.schema import AlgorithmExtras, AlgorithmSection
 from tuner.errors import TrainingError
+
+logger = logging.getLogger("tuner")
 
 # exp(20) is 5e8: beyond it the ratio is clipped anyway and only its overflow would matter.
 MAX_LOG_RATIO = 20.0
@@ -53,7 +64,7 @@ def policy_loss(
     sequence_T: Tensor,
     sequences: int,
 ) -> PolicyLoss:
-    """The loss that `args` are of, one value for each of T tokens.
+    """The loss given by the type of `args`, one value for each of T tokens.
 
     Raises:
         TrainingError: It is not a loss of tokens.
@@ -97,8 +108,8 @@ def ppo_clip(
         logp_T: Log-probs of the sampled tokens under the current policy.
         old_logp_T: Log-probs under the policy that sampled them; no gradient.
         advantages_T: Advantage of each token's rollout.
-        args: `low` and `high`, how far the ratio may leave 1, and `clip_ratio_c`, its bound where
-            the advantage is negative.
+        args: `low` and `high`, how far the ratio may leave 1, and `clip_ratio_c`, its bound for
+            negative advantages.
 
     Returns:
         Loss, ratio, and whether the clip cut the token's gradient.
@@ -128,12 +139,12 @@ def sequence_clip(
         L = max(-s_t A, -clip(s_t, 1 - low, 1 + high) A)
 
     Source: GSPO (arXiv 2507.18071) eq. 5 to 7, in the token form of eq. 13 and 14, which has the
-    same value and, for one advantage in a sequence, the same gradient.
+    same value and, with one advantage per sequence, the same gradient.
 
     Args:
-        sequence_T: Index of each token's sequence; all tokens of a sequence must be there.
-        sequences: Their number, where the caller knows it; else `sequence_T` is looked at, for
-            which Python waits for the device.
+        sequence_T: Index of each token's sequence; all tokens of a sequence must be present.
+        sequences: Their number, if the caller knows it; otherwise `sequence_T` is read, for which
+            Python waits for the device.
     """
     if sequences is None:
         sequences = int(sequence_T.max()) + 1
@@ -156,7 +167,7 @@ def cispo(
 ) -> PolicyLoss:
     """CISPO: `L = -sg(clip(r, 1 - low, 1 + high)) * A * logp`.
 
-    The weight is clipped, never the gradient: every token teaches.
+    The weight is clipped, never the gradient: every token contributes.
 
     Source: MiniMax-M1 (arXiv 2506.13585) eq. 4 and 5.
     """
@@ -197,7 +208,7 @@ def importance_sampling(logp_T: Tensor, old_logp_T: Tensor, advantages_T: Tensor
 def opmd(
     logp_T: Tensor, old_logp_T: Tensor, advantages_T: Tensor, args: OPMDLoss = OPMDLoss()
 ) -> PolicyLoss:
-    """`L = -A logp / (1 + tau)`, whoever sampled the token; `old_logp` only for the ratio's metric.
+    """`L = -A logp / (1 + tau)`, whichever policy sampled; `old_logp` only for the ratio's metric.
 
     Source: Kimi k1.5 (arXiv 2501.12599) section 2.3.2, as Trinity-RFT simplifies it.
     """
@@ -210,7 +221,7 @@ def topr(
 ) -> PolicyLoss:
     """TOPR: `L = -sg(a) A logp` with `a = min(r, 1)` where A <= advantage_threshold, else 1.
 
-    `old_logp` is of the policy that sampled. The ratio is each token's, as Trinity-RFT has it.
+    `old_logp` belongs to the policy that sampled. The ratio is per token, as in Trinity-RFT.
 
     Source: TOPR (arXiv 2503.14286), where the ratio is the whole answer's.
     """
@@ -221,7 +232,7 @@ def topr(
 
 
 def likelihood(logp_T: Tensor, old_logp_T: Tensor) -> PolicyLoss:
-    """`L = -logp`: the sampled tokens are imitated; `old_logp` only for the ratio's metric."""
+    """`L = -logp`: imitation of the sampled tokens; `old_logp` only for the ratio's metric."""
     return PolicyLoss(-logp_T, _ratio(logp_T, old_logp_T).detach(), _nothing(logp_T))
 
 
@@ -234,8 +245,8 @@ def clipped_value_loss(
 
     Args:
         values_T: Values under the current critic.
-        old_values_T: Those that returns and advantages were made with; no gradient.
-        returns_T: What values are trained towards.
+        old_values_T: The values that returns and advantages were computed with; no gradient.
+        returns_T: Targets of the values.
         clip: How far a value may leave its old one.
 
     Returns:
@@ -269,7 +280,7 @@ def dpo(chosen_P: Tensor, rejected_P: Tensor, args: DPOLoss = DPOLoss()) -> Pref
 
         L = -(1 - e) log sigmoid(m) - e log sigmoid(-m)
 
-    The derivative is all that the update needs: the gradient of a step's loss is that of
+    The update needs only the derivative: the gradient of a step's loss is that of
     `sum_pairs slope * (logp_chosen - logp_rejected)` with constant slopes. So the answers of a pair
     need not be in one micro-batch.
 
@@ -278,8 +289,8 @@ def dpo(chosen_P: Tensor, rejected_P: Tensor, args: DPOLoss = DPOLoss()) -> Pref
 
     Args:
         chosen_P, rejected_P: d of the better and of the worse answer.
-        args: `beta`, how strongly the preference is taken against the distance from the reference,
-            and `label_smoothing`, e, how often it is thought to be the wrong way round.
+        args: `beta`, the strength of the preference against the distance from the reference, and
+            `label_smoothing`, e, the assumed probability that a preference is the wrong way round.
     """
     margin_P = args.beta * (chosen_P - rejected_P)
     right, wrong = 1 - args.label_smoothing, args.label_smoothing
@@ -330,7 +341,7 @@ def row_weights(
 
     A sequence is one call, as in verl and Trinity-RFT, where an experience is one row of training
     data; a rollout with more calls has more sequences. `rollout-mean` counts rollouts instead. A
-    call that a mask cuts into several rows is one sequence, of the tokens that are left.
+    call that a mask cuts into several rows is one sequence, made of the remaining tokens.
 
     With C calls and R rollouts that have any tokens, T of them:
 
@@ -340,14 +351,14 @@ def row_weights(
         seq-mean-token-sum-norm  1 / (C longest)           Dr.GRPO (arXiv 2503.20783)
         rollout-mean             1 / (R T_rollout(n))
 
-    They are those of the whole step, so a loss does not depend on where micro-batches are cut.
+    The weights belong to the whole step, so a loss does not depend on the cut into micro-batches.
 
     Args:
         mode: Trinity-RFT's names, and `rollout-mean`.
         tokens_N: Trained tokens of each row, all above 0.
         rollout_N: Index of each row's rollout.
-        call_N: Index of each row's call; None where each row is one.
-        longest: The most tokens that an answer may have; `seq-mean-token-sum-norm` needs it.
+        call_N: Index of each row's call; None if each row is one.
+        longest: Maximum number of tokens of an answer; required by `seq-mean-token-sum-norm`.
 
     Returns:
         Shape [N], float64.
@@ -368,7 +379,7 @@ def row_weights(
             return ones_N / len(call_N.unique())
         case "seq-mean-token-sum-norm":
             if longest is None:
-                raise ValueError(f"{mode} needs the most tokens that an answer may have")
+                raise ValueError(f"{mode} needs the maximum number of tokens of an answer")
             return ones_N / (len(call_N.unique()) * longest)
         case "rollout-mean":
             return _mean_of_means(tokens_N, rollout_N)
@@ -388,3 +399,134 @@ def _ratio(logp_T: Tensor, old_logp_T: Tensor) -> Tensor:
 
 def _nothing(logp_T: Tensor) -> Tensor:
     return torch.zeros_like(logp_T, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The T trained tokens of some rows, in row order; all of shape [T].
+
+    Attributes:
+        logp_T: Log-probs under the current policy, with their graph.
+        entropy_T: Entropy of the current policy where the token was sampled.
+        recorded_T: Log-probs under the policy that sampled.
+        advantages_T: Advantages.
+        weights_T: Weight of each token in the step's loss (`row_weights`).
+        call_T: Index of each token's call, 0 .. `calls` - 1, which is one sequence.
+        staleness_T: Steps between the policy that sampled and the one that the step began with; at
+            least 1 if another run sampled it.
+        proximal_T: Log-probs under the policy that the step began with, if a forward pass was made
+            for them.
+        ref_T: Log-probs under the reference, if there is one.
+    """
+
+    logp_T: Tensor
+    entropy_T: Tensor
+    recorded_T: Tensor
+    advantages_T: Tensor
+    weights_T: Tensor
+    call_T: Tensor
+    calls: int
+    staleness_T: Tensor
+    proximal_T: Tensor | None = None
+    ref_T: Tensor | None = None
+
+
+def micro_batch_loss(
+    algorithm: AlgorithmSection, extras: AlgorithmExtras, tokens: Tokens
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """The part of the step's loss that these tokens contribute.
+
+    Returns:
+        The loss, a scalar with its graph; its parts, to be added over micro-batches; and sums over
+        tokens, to be divided by the step's tokens.
+    """
+    logp_T, weights_T = tokens.logp_T, tokens.weights_T
+    loss_args = algorithm.policy_loss
+    proximal_T = _proximal(extras, tokens)
+    old_T = tokens.recorded_T if loss_args.ratio_to == "behaviour" else proximal_T
+    policy = policy_loss(loss_args, logp_T, old_T, tokens.advantages_T, tokens.call_T, tokens.calls)
+    loss_T = policy.loss_T
+    rejected_T = torch.zeros_like(policy.clipped_T)
+    if loss_args.ratio_to == "proximal" and proximal_T is not tokens.recorded_T:
+        weight_T = _importance(proximal_T, tokens.recorded_T)
+        if extras.rejection is not None:
+            low, high = extras.rejection
+            kept_T = (weight_T >= low) & (weight_T <= high)
+            loss_T = loss_T * kept_T
+            rejected_T = ~kept_T
+        if extras.cap is not None:
+            # Truncated importance sampling, slightly biased and bounded: Ionides (2008); for the
+            # mismatch of engine and trainer Yao et al. (2025).
+            loss_T = loss_T * weight_T.clamp(max=extras.cap)
+    parts = {"policy_loss": (loss_T.detach() * weights_T).sum()}
+    # Unbiased, since the tokens are samples of that policy, and never negative.
+    kl_behaviour_T = KL_ESTIMATORS["k3"](tokens.recorded_T, logp_T.detach())
+    importance_T = _importance(logp_T.detach(), tokens.recorded_T)
+    sums = {
+        "clip_fraction": policy.clipped_T.sum(),
+        "rejected_fraction": rejected_T.sum(),
+        "entropy": tokens.entropy_T.detach().sum(),
+        "ratio_mean": policy.ratio_T.sum(),
+        "logprob_mismatch_mean": (logp_T.detach() - tokens.recorded_T).abs().sum(),
+        "kl_behaviour": kl_behaviour_T.sum(),
+        "importance": importance_T.sum(),
+        "importance_squared": (importance_T**2).sum(),
+        "stale_fraction": (tokens.staleness_T > 0).sum(),
+    }
+    if tokens.ref_T is not None:
+        sums["kl_reference"] = KL_ESTIMATORS["k3"](logp_T.detach(), tokens.ref_T).sum()
+        if algorithm.kl_in_loss:
+            kl_T = KL_ESTIMATORS[algorithm.kl_loss_fn](logp_T, tokens.ref_T)
+            loss_T = loss_T + algorithm.kl_loss.kl_coef * kl_T
+            parts["kl_loss"] = (kl_T.detach() * weights_T).sum()
+    if algorithm.entropy_loss.entropy_coef:
+        loss_T = loss_T - algorithm.entropy_loss.entropy_coef * tokens.entropy_T
+    loss = (loss_T * weights_T).sum()
+    parts["loss"] = loss.detach()
+    return loss, parts, sums
+
+
+def _proximal(extras: AlgorithmExtras, tokens: Tokens) -> Tensor:
+    """Log-probs of the policy that the step began with; `recorded_T` itself if that policy sampled.
+
+    `loglinear` approximates them without a forward pass. With s the steps between the behaviour
+    and the proximal policy, and the current policy one step after that, `alpha = s / (s + 1)`:
+
+        proximal = behaviour + alpha * (current - behaviour)
+
+    For s = 0 it is the recorded log-prob. Source: AReaL's `prox_logp_method: loglinear`.
+    """
+    if extras.proximal == "loglinear" and tokens.proximal_T is None:
+        behaviour_T = tokens.recorded_T
+        alpha_T = tokens.staleness_T.clamp(min=0).to(behaviour_T)
+        alpha_T = alpha_T / (alpha_T + 1)
+        return torch.lerp(behaviour_T, tokens.logp_T.detach().to(behaviour_T), alpha_T)
+    return tokens.recorded_T if tokens.proximal_T is None else tokens.proximal_T
+
+
+def _importance(proximal_T: Tensor, behaviour_T: Tensor) -> Tensor:
+    """`w = exp(proximal - behaviour)`, without bounds."""
+    return (proximal_T - behaviour_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+# Engine and trainer differ by 1e-6 nat in float32 and by up to 1e-2 in bfloat16; a mean beyond this
+# means another distribution than the recorded one.
+MISMATCH_ALARM = 0.05
+
+
+def raises_alarm(metrics: Mapping[str, float], step: int) -> bool:
+    """Log a warning if a step trained with log-probs of another distribution, and return whether it
+    did. Not checked for stale tokens."""
+    mismatch = metrics["logprob_mismatch_mean"]
+    if metrics["stale_fraction"] or mismatch <= MISMATCH_ALARM:
+        return False
+    logger.warning(
+        "step %d: recorded and recomputed log-probs of the same weights differ by %.3g nat in "
+        "the mean (more than %g), so updates do not follow the policy that sampled; do the "
+        "engine's precision, chat template or sampling settings differ? tuner.algorithm.proximal: "
+        "recompute corrects for it",
+        step,
+        mismatch,
+        MISMATCH_ALARM,
+    )
+    return True

@@ -1,19 +1,19 @@
 """Learning-rate schedules, and AdamW in float32 for weights of any precision.
 
-A weight of 1 in bfloat16 has 1 + 2^-7 as its neighbour, so an update of 1e-6 would be lost. The
-optimizer therefore owns a float32 copy of each such weight, its *master*, and the model holds the
-master rounded:
+The next bfloat16 number after 1 is 1 + 2^-7, so an update of 1e-6 would be lost. The optimizer
+therefore has a float32 copy of each such weight, its *master*, and the model holds the rounded
+master:
 
     backward    grad (float32)  +=  gradient of a micro-batch (bfloat16)
     step        master (float32)  <-  AdamW(master, grad, moments)
                 weight (bfloat16) <-  master, rounded
 
-A weight that is float32 already is its own master, and nothing is copied. With `offload` masters
-and moments lie in main memory, where the CPU computes the step: of 18 bytes for each bfloat16
-parameter (weight 2, gradient 4, master 4, moments 8) 6 are left on the device.
+A float32 weight is its own master, and nothing is copied. With `offload` masters and moments are in
+main memory, where the CPU computes the step: of 18 bytes for each bfloat16 parameter (weight 2,
+gradient 4, master 4, moments 8) 6 remain on the device.
 
-The moments in 8 bits are bitsandbytes' (Dettmers et al., arXiv 2110.02861): quantised in blocks of
-256, in float32 where a parameter has fewer than 4096 numbers.
+8-bit moments are bitsandbytes' (Dettmers et al., arXiv 2110.02861): quantised in blocks of 256, and
+in float32 for parameters with fewer than 4096 numbers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def lr_factor(
     total_steps: int,
     min_lr_ratio: float,
 ) -> float:
-    """What the learning rate of update `step` (0 .. total_steps - 1) is multiplied with.
+    """Factor of the learning rate for update `step` (0 .. total_steps - 1).
 
     Rises linearly to 1 over `warmup_steps` updates, the first at `1 / warmup_steps`, then stays
     ("constant") or falls to `min_lr_ratio` at `total_steps` ("linear", "cosine").
@@ -69,13 +69,13 @@ def make_optimizer(
     """AdamW over those of `parameters` that are trained.
 
     Args:
-        lr: Learning rate; `param_groups` takes others later.
+        lr: Learning rate; may be changed later in `param_groups`.
         weight_decay: Decoupled.
         state: Precision of the moments.
-        offload: Masters and moments in main memory.
+        offload: Keep masters and moments in main memory.
 
     Raises:
-        ConfigError: The moments are to have 8 bits, and bitsandbytes is not installed.
+        ConfigError: 8-bit moments need bitsandbytes, which is not installed.
     """
     return MasterAdamW(
         [parameter for parameter in parameters if parameter.requires_grad],
@@ -90,8 +90,8 @@ def make_optimizer(
 class MasterAdamW:
     """AdamW over the masters of some parameters; made by `make_optimizer`.
 
-    From then on the gradients of parameters of lower precision are float32, and weights that
-    something else changes are overwritten by their masters in the next step.
+    From then on the gradients of parameters of lower precision are float32, and changes of weights
+    by others are overwritten with their masters in the next step.
     """
 
     def __init__(
@@ -107,11 +107,11 @@ class MasterAdamW:
         self._masters = [_master(parameter, offload=offload) for parameter in parameters]
         for parameter in parameters:
             if parameter.dtype not in _EXACT:
-                # What micro-batches add up to is lost in bfloat16 as small updates are.
+                # In bfloat16 the sum over micro-batches would lose small contributions.
                 parameter.grad = None
                 parameter.grad_dtype = torch.float32
-        # Fused: one kernel for each step, several times as fast as torch's default on a CPU, and
-        # without its temporary copies of all parameters on a GPU.
+        # Fused: one kernel per step, several times as fast as torch's default on a CPU, and without
+        # its temporary copies of all parameters on a GPU.
         self._adam = (
             _adam8bit(self._masters, **settings)
             if state == "8bit"
@@ -125,7 +125,7 @@ class MasterAdamW:
 
     @property
     def masters(self) -> tuple[Tensor, ...]:
-        """The weights that are trained, in order; float32 at least."""
+        """The trained weights, in order; float32 at least."""
         return tuple(master.detach() for master in self._masters)
 
     def clip_grad_norm(self, limit: float) -> Tensor:
@@ -133,7 +133,6 @@ class MasterAdamW:
         return nn.utils.clip_grad_norm_(self._parameters, limit)
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -156,14 +155,14 @@ class MasterAdamW:
             parameter.copy_(master.to(parameter.device, non_blocking=True))
 
     def step_if_finite(self, what: str, loss: float, grad_norm: float, *, setting: str) -> None:
-        """One step, unless it would spoil the weights; the gradients are forgotten.
+        """One step, unless it would spoil the weights; the gradients are cleared.
 
         Args:
-            what: Whose loss it is, for the message.
-            setting: The learning rate's key, likewise.
+            what: Name of the loss, for the message.
+            setting: Key of the learning rate, for the message.
 
         Raises:
-            TrainingError: Loss or gradient is not finite; the weights are as they were.
+            TrainingError: Loss or gradient is not finite; the weights are unchanged.
         """
         if not (math.isfinite(grad_norm) and math.isfinite(loss)):
             self.zero_grad()
@@ -175,7 +174,7 @@ class MasterAdamW:
         self.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` takes; `torch.load` reads it with `weights_only`."""
+        """State for `load_state_dict`; `torch.load` reads it with `weights_only`."""
         return {
             **self._adam.state_dict(),
             "moments": self._state,
@@ -188,10 +187,10 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the state of an optimizer over the same weights.
+        """Load the state of an optimizer over the same weights.
 
-        Learning rate, betas and weight decay stay those of this optimizer, and where its state
-        lies and how it computes may differ from the one that was saved.
+        Learning rate, betas and weight decay stay those of this optimizer; device and kernel may
+        differ from those of the saved one.
 
         Raises:
             TrainingError: The state belongs to other weights, or to weights or moments of another
@@ -200,8 +199,8 @@ class MasterAdamW:
         moments = state.get("moments", "float32")
         if moments != self._state:
             raise TrainingError(
-                f"the optimizer's state is of {moments}, and tuner.optimizer_state is "
-                f"{self._state}; set it as it was"
+                f"the optimizer's state has moments of {moments}, and tuner.optimizer_state is "
+                f"{self._state}; set it to the earlier value"
             )
         masters = state.get("masters", {})
         for index, (parameter, master) in self._pairs():
@@ -223,8 +222,8 @@ class MasterAdamW:
             rounded = saved.to(parameter.dtype) if saved.shape == parameter.shape else None
             if rounded is None or not torch.equal(rounded.to(parameter.device), parameter):
                 raise TrainingError(
-                    "the optimizer's float32 masters are not those of the model's weights; load "
-                    "the model from the checkpoint that the optimizer's state is from"
+                    "the optimizer's float32 masters do not match the model's weights; load the "
+                    "model from the checkpoint that the optimizer's state comes from"
                 )
             master.copy_(saved)
         groups = self._adam.state_dict()["param_groups"]
@@ -235,8 +234,8 @@ class MasterAdamW:
 
 
 def _master(parameter: nn.Parameter, *, offload: bool) -> nn.Parameter:
-    """A copy that training is exact on, in page-locked memory where it is offloaded from a GPU;
-    `parameter` itself where it needs none."""
+    """A float32 master, in page-locked memory if it is offloaded from a GPU; `parameter` itself if
+    it needs none."""
     exact = torch.promote_types(parameter.dtype, torch.float32)
     if parameter.dtype == exact and not offload:
         return parameter
@@ -248,7 +247,7 @@ def _master(parameter: nn.Parameter, *, offload: bool) -> nn.Parameter:
 
 
 def _beside(gradient: Tensor | None, master: Tensor) -> Tensor | None:
-    """A gradient where its master is; transfers from a GPU are only begun."""
+    """A gradient on the device of its master; transfers from a GPU are asynchronous."""
     if gradient is None or gradient.device == master.device:
         return gradient
     landed = torch.empty(

@@ -1,10 +1,10 @@
-"""The models beside the policy: its frozen start, which the KL term is taken to, and a teacher.
+"""The models next to the policy: its frozen start, the reference of the KL term, and a teacher.
 
-Where all weights are trained the start is a copy of the model. Where only an adapter is trained,
-the weights below it never change, so nothing is copied: the reference is the same model with
-another adapter, or with none. While it acts, whoever else computes with the model computes with the
-reference too, so an engine that shares it must be paused (`engine.pause()`); one that is not
-notices, and forgets its cached prefixes.
+If all weights are trained the start is a copy of the model. If only an adapter is trained, the
+weights below it never change, so nothing is copied: the reference is the same model with another
+adapter, or with none. While it is active, everybody who computes with the model computes with the
+reference, so an engine that shares it must be paused (`engine.pause()`); one that is not notices
+the change and drops its cached prefixes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from tuner.config import RunConfig
 from tuner.engines.grammar import Grammars
 from tuner.training.forward.layouts import Forward, HasRows, exact_forward
-from tuner.training.trainer_settings import TrainerSettings
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -29,12 +29,12 @@ _FROZEN = "reference"
 
 
 class AdapterReference:
-    """The model that is trained, with the adapter that it started from.
+    """The trained model, with the adapter that it started from.
 
     Args:
         model: A model wrapped by peft, whose active adapter is being trained.
-        adapter: Name of a second, frozen adapter in it: what the trained one started from. None for
-            no adapter at all, which is what a new one starts from.
+        adapter: Name of a second, frozen adapter in it, the start of the trained one. None for no
+            adapter, which is the start of a new one.
     """
 
     def __init__(self, model: PeftModel, adapter: str | None = None) -> None:
@@ -43,7 +43,7 @@ class AdapterReference:
 
     @staticmethod
     def of_weights(model: PeftModel, weights: Mapping[str, Tensor]) -> AdapterReference:
-        """The model with a second adapter like the one that is trained, but with these weights.
+        """The model with a second adapter like the trained one, with the given weights.
 
         Args:
             weights: As `peft.get_peft_model_state_dict` returns them.
@@ -53,15 +53,15 @@ class AdapterReference:
         config: Any = copy.deepcopy(model.peft_config[model.active_adapter])
         config.inference_mode = True
         if hasattr(config, "init_lora_weights"):
-            config.init_lora_weights = True  # other ways change the weights of the model as well
-        with torch.random.fork_rng(devices=[]):  # it is made with random weights first
+            config.init_lora_weights = True  # other methods also change the weights of the model
+        with torch.random.fork_rng(devices=[]):  # it is created with random weights first
             model.add_adapter(_FROZEN, config)
         set_peft_model_state_dict(model, dict(weights), adapter_name=_FROZEN)
         return AdapterReference(model, _FROZEN)
 
     @contextmanager
     def active(self) -> Iterator[nn.Module]:
-        """The reference while the block runs; afterwards the model is the policy again."""
+        """Activate the reference while the block runs."""
         if self._adapter is None:
             with self._model.disable_adapter():
                 yield self._model
@@ -81,12 +81,12 @@ def frozen_start(model: nn.Module, reference: Reference | None = None) -> Refere
     """The reference of a policy.
 
     Args:
-        model: The policy as it is now.
-        reference: What it started as, where that is not what it is now.
+        model: The policy.
+        reference: Its start, if that differs from its current state.
 
     Returns:
-        `reference`, or without one the policy as it is now: a copy of it, or of its adapter alone
-        where peft has wrapped it, or neither where that adapter changes nothing yet.
+        `reference`, or without one the current policy: a copy of it, or only of its adapter if it
+        has one, or no copy if that adapter has no effect yet.
     """
     if isinstance(reference, AdapterReference):
         return reference
@@ -103,12 +103,12 @@ def frozen_start(model: nn.Module, reference: Reference | None = None) -> Refere
 
 
 def acting(model: Reference) -> AbstractContextManager[nn.Module]:
-    """What to compute with: a module as it is, an `AdapterReference` while the block runs."""
+    """The module to compute with: a module as it is, an `AdapterReference` while the block runs."""
     return model.active() if isinstance(model, AdapterReference) else nullcontext(model)
 
 
 def _changes_nothing(model: nn.Module) -> bool:
-    """Whether all that is trained is LoRA whose second factor is still zero."""
+    """Whether only LoRA is trained and its second factor is still zero."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     zero = ("lora_B", "lora_embedding_A")
     return all(
@@ -121,33 +121,34 @@ def _changes_nothing(model: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Teacher:
-    """A model and how it is computed, which may be otherwise than the student."""
+    """A model and how it is computed, which may differ from the student."""
 
     model: Reference
     forward: Forward
     max_tokens: int
 
     @staticmethod
-    def of(model: nn.Module, grammars: Grammars | None, settings: TrainerSettings) -> Teacher:
-        """A teacher with the student's vocabulary; its weights are never changed."""
+    def of(model: nn.Module, grammars: Grammars | None, config: RunConfig) -> Teacher:
+        """A teacher with the student's vocabulary; its weights never change."""
         frozen = model.eval().requires_grad_(False)
-        forward = exact_forward(frozen, grammars, layout=settings.layout, compiled=settings.compile)
-        return Teacher(frozen, forward, settings.max_tokens_per_micro_batch)
+        how = config.tuner
+        forward = exact_forward(frozen, grammars, layout=how.layout, compiled=how.compile)
+        return Teacher(frozen, forward, config.trainer.micro_batch_tokens)
 
     @staticmethod
     def prompted(
-        policy: nn.Module, start: Reference | None, forward: Forward, settings: TrainerSettings
+        policy: nn.Module, start: Reference | None, forward: Forward, config: RunConfig
     ) -> Teacher:
-        """The policy, or what it started as, with a system prompt; computed as the policy is."""
-        reads = start if settings.prompt_teacher == "start" else policy
-        assert reads is not None, "settings.uses_reference has it"
-        return Teacher(reads, forward, settings.max_tokens_per_micro_batch)
+        """The policy or its start, with a system prompt; computed like the policy."""
+        reads = start if config.tuner.algorithm.prompt_teacher == "start" else policy
+        assert reads is not None, "config.uses_reference has it"
+        return Teacher(reads, forward, config.trainer.micro_batch_tokens)
 
     def logp(self, batch: HasRows) -> tuple[Tensor, ...]:
         """The teacher's log-probs of each row's completion tokens, one tensor [T_row] for each.
 
-        They are those of the distribution that the teacher would have sampled from with the
-        student's settings, over the tokens that its cuts left.
+        They belong to the distribution that the teacher would have sampled from with the student's
+        settings, over the tokens kept by the student's cuts.
         """
         rows = [row.of_teacher for row in batch.rows]
         with acting(self.model) as network:

@@ -1,10 +1,10 @@
-"""A batch with the advantage of every trained token, and what a micro-batch's loss takes.
+"""A batch with the advantage of every trained token, and the inputs of a micro-batch's loss.
 
-Which call goes on from which is read from token ids (`tuner.traces.branches`) among the calls
-that are trained. A leaf ends the episode and gains the rollout's reward; a call with a reward of
-its own gains that as well, where it ends. So the last calls of a sub-agent and of the main agent
-both gain what the rollout gained. Where the workflow said what each call gained (`Row.gained`),
-that counts alone. Where a mask cut a call into several rows, they are one call.
+Which call follows which is read from token ids (`tuner.traces.branches`) among the trained calls. A
+leaf ends the episode and gets the rollout's reward; a call with its own reward also gets that, at
+its end. So the last calls of a sub-agent and of the main agent both get the rollout's reward. If
+the workflow set the gain of each call (`Row.gained`), only that counts. Rows of a call that a mask
+cut are one call.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tuner.config import RunConfig
 from tuner.config.algorithms import (
     AdvantageArgs,
     DistillAdvantage,
@@ -24,6 +25,7 @@ from tuner.config.algorithms import (
     ReinforcePlusPlusAdvantage,
     TreeAdvantage,
 )
+from tuner.config.schema import AlgorithmSection
 from tuner.engines.grammar import to_device
 from tuner.errors import TrainingError
 from tuner.traces import successors
@@ -40,21 +42,19 @@ from tuner.training.advantages import (
 from tuner.training.batch import Batch, Row
 from tuner.training.forks import Piece, tree_advantages
 from tuner.training.forward.head import TokenLogprobs
-from tuner.training.loss import Tokens
-from tuner.training.losses import KL_ESTIMATORS
-from tuner.training.trainer_settings import TrainerSettings
+from tuner.training.losses import KL_ESTIMATORS, Tokens
 
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """A batch with what the loss needs.
+    """A batch with the inputs of the loss.
 
     Attributes:
         advantages: One tensor [T_row] for each of the N rows.
         ref_logp: N tensors of the reference's log-probs, one per row, of shape [T_row].
-        proximal: Those of the policy that the step begins with, likewise, where they are known
-            and not to be computed.
-        values, returns: The critic's values and what they are trained towards, likewise; PPO's.
+        proximal: Log-probs of the policy that the step begins with, likewise, if they are known
+            and need not be computed.
+        values, returns: The critic's values and their targets, likewise; for PPO.
     """
 
     batch: Batch
@@ -81,16 +81,16 @@ def tokens_of(
     proximal: Sequence[Tensor] | None,
     step: int,
 ) -> Tokens:
-    """What the loss of one micro-batch needs.
+    """Inputs of the loss of one micro-batch.
 
     Args:
-        indices: Its rows. Where the loss looks at sequences, all rows of a call are among them.
-        current: Log-probs of their completions under the weights that are trained.
-        weights_N: What each token of each row of the batch weighs. They are those of the whole
-            step, so the sum over micro-batches does not depend on where they were cut.
+        indices: Its rows; all rows of a call if the loss looks at sequences.
+        current: Log-probs of their completions under the current weights.
+        weights_N: Weight of each token of each row. They belong to the whole step, so the sum over
+            micro-batches does not depend on how it was cut.
         proximal: Log-probs of the policy that the step began with, [T_row] for each row of the
-            batch; None where they are those recorded.
-        step: Updates that the weights of that policy had seen.
+            batch; None if they are the recorded ones.
+        step: Number of updates that policy had seen.
     """
     rows = [scored.batch.rows[i] for i in indices]
     logp_T, device = current.logp_T, current.logp_T.device
@@ -118,8 +118,8 @@ def tokens_of(
 
 
 def _staleness(row: Row, step: int) -> IntArray:
-    """Steps between the policy that sampled each token and the one of `step`, shape [T]; of a
-    foreign row at least 1, which is all that is known."""
+    """Steps between the policy that sampled each token and the one of `step`, shape [T]; at least 1
+    for a foreign row, of which no more is known."""
     if not row.versions:
         return np.zeros(len(row.completion_ids), dtype=np.int64)
     staleness = step - np.array(row.versions, dtype=np.int64)
@@ -129,11 +129,11 @@ def _staleness(row: Row, step: int) -> IntArray:
 def call_returns(
     batch: Batch, discount: float, penalties: Sequence[Tensor] | None = None
 ) -> Tensor:
-    """`G = own reward + [leaf] rollout's reward + discount * mean of G over what goes on from it`.
+    """`G = own reward + [leaf] rollout's reward + discount * mean of G over the calls that follow`.
 
     Args:
         discount: From one call to the next (`tuner.algorithm.turn_discount`).
-        penalties: What each token is charged, [T_row] for each row; a call pays for its own.
+        penalties: Penalty of each token, [T_row] for each row; subtracted from its call's reward.
 
     Returns:
         One for each row, shape [N], float64.
@@ -148,15 +148,15 @@ def call_returns(
 
 def critic_advantages(
     batch: Batch,
-    settings: TrainerSettings,
+    config: RunConfig,
     values: Sequence[Tensor],
     penalties: Sequence[Tensor] | None = None,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """PPO's advantages, whitened over all tokens of the step, and the returns for the critic.
 
     Args:
-        values: Of the state in which each token was sampled, [T_row] for each row.
-        penalties: What each token is charged.
+        values: Value of the state in which each token was sampled, [T_row] for each row.
+        penalties: Penalty of each token.
 
     Returns:
         N tensors [T_row] each, float64.
@@ -168,8 +168,8 @@ def critic_advantages(
         rewards_T = torch.zeros(length, dtype=torch.float64)
         rewards_T[-1] = gained
         rewards.append(rewards_T if penalties is None else rewards_T - penalties[row])
-    assert isinstance(settings.advantage_spec, PPOAdvantage), "only ppo has a critic"
-    advantages, returns = gae(rewards, values, after, settings.advantage_spec)
+    assert isinstance(config.algorithm.advantage, PPOAdvantage), "only ppo has a critic"
+    advantages, returns = gae(rewards, values, after, config.algorithm.advantage)
     return whitened(advantages), returns
 
 
@@ -178,7 +178,7 @@ def _successors(batch: Batch) -> tuple[tuple[int, ...], ...]:
 
 
 def _gained(batch: Batch, after: Sequence[Sequence[int]]) -> Tensor:
-    """What each row gains where it ends, shape [N], float64."""
+    """Gain of each row at its end, shape [N], float64."""
     rewards_R = batch.rewards_R.tolist()
     gained: list[float] = []
     for row, follow, within in zip(batch.rows, after, _continued(batch, after), strict=True):
@@ -189,7 +189,7 @@ def _gained(batch: Batch, after: Sequence[Sequence[int]]) -> Tensor:
 
 
 def _continued(batch: Batch, after: Sequence[Sequence[int]]) -> list[bool]:
-    """Whether a row is a part of a call that a mask cut, and the rest of that call goes on."""
+    """Whether a row is part of a masked call that continues after it."""
     call_N = batch.call_N.tolist()
     return [
         any(call_N[follower] == call for follower in follow)
@@ -199,37 +199,37 @@ def _continued(batch: Batch, after: Sequence[Sequence[int]]) -> list[bool]:
 
 def row_advantages(
     batch: Batch,
-    settings: TrainerSettings,
+    config: RunConfig,
     ref_logp: tuple[Tensor, ...] | None = None,
     teacher_logp: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, ...]:
     """The advantage of every trained token, one tensor [T_row] for each of the N rows.
 
-    A rollout's reward is compared inside its group and goes to all of its calls. A call with a
-    reward of its own is compared with its peers instead (`Row.peers`). With a KL penalty, a reward
-    is charged the estimates of the tokens that it is for: a rollout's those of its calls without
-    rewards of their own, a call's its own. `reinforceplusplus` charges every token by itself.
+    A rollout's reward is compared inside its group and applies to all of its calls. A call with its
+    own reward is compared with its peers instead (`Row.peers`). A KL penalty is subtracted from the
+    reward that covers its token: a rollout's reward covers the calls without rewards of their own.
+    `reinforceplusplus` subtracts it token by token.
 
-    With `turn_discount`, what each call leads to (`call_returns`) is compared inside the group.
+    With `turn_discount`, the returns of calls (`call_returns`) are compared inside the group.
 
     Args:
         ref_logp: The reference's log-probs, one tensor for each row; for the KL penalty.
         teacher_logp: The teacher's, in the same form; for distillation, which reads no rewards.
 
     Raises:
-        TrainingError: Calls have rewards of their own, and the algorithm has no use for them, or
-            there is no teacher.
+        TrainingError: Calls have rewards of their own, and the algorithm cannot use them, or there
+            is no teacher.
     """
     if not batch.rows:
         return ()
-    args = settings.advantage_spec
+    args = config.algorithm.advantage
     if isinstance(args, DistillAdvantage):
         if teacher_logp is None:
             raise TrainingError("on_policy_distill needs a teacher (PolicyTrainer(teacher=...))")
         told = all(row.teacher_prompt_ids for row in batch.rows)
-        if settings.advantage == "prompt_distill" and not told:
+        if config.algorithm.advantage_fn == "prompt_distill" and not told:
             raise TrainingError(
-                "prompt_distill needs what the teacher reads before each call "
+                "prompt_distill needs the teacher's prompt of each call "
                 "(build_batch(teacher_prompt=...))"
             )
         return tuple(
@@ -240,10 +240,10 @@ def row_advantages(
         )
     if isinstance(args, TreeAdvantage):
         return _of_tree(batch, args)
-    penalties = kl_penalties(batch, settings, ref_logp)
+    penalties = kl_penalties(batch, config.algorithm, ref_logp)
     if isinstance(args, ReinforcePlusPlusAdvantage):
         return whitened_returns(row_rewards(batch), _lengths(batch), args, penalties=penalties)
-    advantages_N = _compared(batch, settings, penalties)
+    advantages_N = _compared(batch, config, penalties)
     return tuple(
         advantage.expand(length)
         for advantage, length in zip(advantages_N, _lengths(batch), strict=True)
@@ -251,14 +251,10 @@ def row_advantages(
 
 
 def _of_tree(batch: Batch, args: TreeAdvantage) -> tuple[Tensor, ...]:
-    """Advantages times weights of tokens, in the trees that rollouts make with those inside them.
-
-    Raises:
-        TrainingError: Calls have rewards of their own.
-    """
+    """Advantages times weights of tokens in trees of branching rollouts."""
     if any(row.peers is not None or row.gained is not None for row in batch.rows):
         raise TrainingError(
-            "algorithm.advantage_fn tree compares what rollouts lead to and has no use for rewards "
+            "algorithm.advantage_fn tree compares the outcomes of rollouts and cannot use rewards "
             "of single calls; give rewards to rollouts only, or set algorithm.algorithm_type to "
             "multi_step_grpo"
         )
@@ -293,12 +289,12 @@ def row_rewards(batch: Batch) -> Tensor:
 
 
 def kl_penalties(
-    batch: Batch, settings: TrainerSettings, ref_logp: tuple[Tensor, ...] | None
+    batch: Batch, algorithm: AlgorithmSection, ref_logp: tuple[Tensor, ...] | None
 ) -> tuple[Tensor, ...] | None:
-    """What each token is charged for its distance to the reference, [T_row] for each row."""
-    if not settings.penalizes_kl or ref_logp is None:
+    """Penalty of each token for its distance to the reference, [T_row] for each row."""
+    if not algorithm.penalizes_kl or ref_logp is None:
         return None
-    estimate, coef = KL_ESTIMATORS[settings.kl_penalty], settings.kl_penalty_args.kl_coef
+    estimate, coef = KL_ESTIMATORS[algorithm.kl_penalty_fn], algorithm.kl_penalty.kl_coef
     # One transfer for all rows.
     on_cpu = torch.cat(ref_logp).cpu().double().split(_lengths(batch))
     return tuple(
@@ -307,13 +303,11 @@ def kl_penalties(
     )
 
 
-def _compared(
-    batch: Batch, settings: TrainerSettings, penalties: tuple[Tensor, ...] | None
-) -> Tensor:
+def _compared(batch: Batch, config: RunConfig, penalties: tuple[Tensor, ...] | None) -> Tensor:
     """One advantage for each row, from rewards that are compared with others; shape [N]."""
-    args = settings.advantage_spec
-    if settings.turn_discount is not None:
-        return _of_turns(batch, args, settings.turn_discount, penalties)
+    args = config.algorithm.advantage
+    if config.tuner.algorithm.turn_discount is not None:
+        return _of_turns(batch, args, config.tuner.algorithm.turn_discount, penalties)
     rewards_R = batch.rewards_R.clone()
     rollout_N = torch.tensor([row.rollout for row in batch.rows], dtype=torch.long)
     own_N = torch.tensor([row.peers is not None for row in batch.rows])
@@ -323,7 +317,7 @@ def _compared(
         call_N = batch.call_N
         of_call_C = charge_N.new_zeros(len(batch.rows)).index_add(0, call_N, charge_N)
         row_rewards_N = row_rewards_N - of_call_C[call_N]
-        # Calls with rewards of their own have paid with these.
+        # Calls with rewards of their own already include these.
         rewards_R = rewards_R.index_add(0, rollout_N, -charge_N.masked_fill(own_N, 0.0))
     advantages_R = compared(args, rewards_R, torch.arange(len(rewards_R)), batch.group_R)
     advantages_R = advantages_R.masked_fill(quiet(rewards_R, batch.group_R, args), 0.0)
@@ -346,11 +340,11 @@ def _calls(batch: Batch, some_N: Tensor) -> tuple[Tensor, Tensor]:
 def _of_turns(
     batch: Batch, args: AdvantageArgs, discount: float, penalties: tuple[Tensor, ...] | None
 ) -> Tensor:
-    """Advantages of what each call leads to, inside its group; shape [N]."""
+    """Advantages of calls by their returns, inside each group; shape [N]."""
     returns_N = call_returns(batch, discount, penalties)
     first_C, call_N = _calls(batch, torch.ones(len(batch.rows), dtype=torch.bool))
     rollout_N = torch.tensor([row.rollout for row in batch.rows], dtype=torch.long)
-    # A rollout without a call that is trained still counts in what the others are compared with.
+    # A rollout without a trained call still counts in the baseline of the others.
     is_silent_R = torch.ones(len(batch.rewards_R), dtype=torch.bool)
     is_silent_R[rollout_N] = False
     silent = is_silent_R.nonzero()[:, 0]

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tuner.config import RunConfig
 from tuner.config.algorithms import DistillAdvantage
 from tuner.engines.base import Engine
 from tuner.engines.grammar import Grammars, to_device
@@ -50,8 +51,7 @@ from tuner.training.forward.layouts import (
     return_freed_memory,
     whole_calls,
 )
-from tuner.training.loss import micro_batch_loss, raises_alarm
-from tuner.training.losses import clipped_value_loss, row_weights
+from tuner.training.losses import clipped_value_loss, micro_batch_loss, raises_alarm, row_weights
 from tuner.training.optimizer import lr_factor, make_optimizer
 from tuner.training.references import Reference, Teacher, acting, frozen_start
 from tuner.training.scoring import (
@@ -61,7 +61,6 @@ from tuner.training.scoring import (
     row_advantages,
     tokens_of,
 )
-from tuner.training.trainer_settings import TrainerSettings
 
 # The critic of PPO: a transformer of its own that says what a state is worth.
 #
@@ -83,23 +82,23 @@ class Critic:
     Args:
         model: A transformers causal LM whose layers become the critic's; it is not copied, and its
             output embedding is left behind.
-        settings: The numbers; `settings.critic` are those of the critic alone.
+        config: The settings of the run; `tuner.critic` has the critic's own.
         forward: How the layers are computed, where that is known; else it is found out.
     """
 
     def __init__(
-        self, model: nn.Module, settings: TrainerSettings, *, forward: Forward | None = None
+        self, model: nn.Module, config: RunConfig, *, forward: Forward | None = None
     ) -> None:
         causal = causal_model(model)
         output: Any = causal.get_output_embeddings()
         self._forward = forward or exact_forward(
             causal,
             None,
-            layout=settings.layout,
-            checkpointing=settings.activation_checkpointing,
-            compiled=settings.compile,
+            layout=config.tuner.layout,
+            checkpointing=config.tuner.activation_checkpointing,
+            compiled=config.tuner.compile,
         )
-        self._settings = settings
+        self._config = config
         parameter = next(causal.parameters())
         # Returns are learned in steps that lower precision would round away.
         dtype = torch.promote_types(parameter.dtype, torch.float32)
@@ -108,19 +107,19 @@ class Critic:
         nn.init.zeros_(head.bias)
         self.model = nn.ModuleDict({"layers": body(causal), "head": head})
         self.model.eval().requires_grad_(True)
-        own = settings.critic
+        own = config.tuner.critic
         self.optimizer = make_optimizer(
             self.model.parameters(),
             lr=own.lr,
             betas=own.betas,
             weight_decay=own.weight_decay,
-            state=settings.optimizer_state,
-            offload=settings.optimizer_offload,
+            state=config.tuner.optimizer_state,
+            offload=config.trainer.optimizer_offload,
         )
 
     def values(self, batch: Batch) -> tuple[Tensor, ...]:
         """Values of the states in which tokens were sampled, N tensors [T_row], no gradient."""
-        budget = self._settings.max_tokens_per_micro_batch
+        budget = self._config.trainer.micro_batch_tokens
         return self._forward.by_row(batch.rows, budget, self._values)
 
     def update(
@@ -141,7 +140,7 @@ class Critic:
             TrainingError: Loss or gradient is not finite; the weights are as they were before.
         """
         losses, clips = self._forward.room.fitting(partial(self._gradients, batch, old, returns))
-        norm = self.optimizer.clip_grad_norm(self._settings.grad_clip)
+        norm = self.optimizer.clip_grad_norm(self._config.trainer.grad_clip)
         # The one place where Python waits for the device before the step.
         total, clipped, grad_norm = (
             torch.stack([torch.stack(losses).sum(), torch.stack(clips).sum(), norm])
@@ -165,14 +164,14 @@ class Critic:
         self.optimizer.zero_grad()
         losses, clips = [], []
         device = next(self.model.parameters()).device
-        budget = self._settings.max_tokens_per_micro_batch
+        budget = self._config.trainer.micro_batch_tokens
         for indices in self._forward.micro_batches(batch.rows, budget):
             values_T = self._values([batch.rows[i] for i in indices])
             loss_T, clipped_T = clipped_value_loss(
                 values_T,
                 to_device(torch.cat([old[i] for i in indices]).to(values_T.dtype), device),
                 to_device(torch.cat([returns[i] for i in indices]).to(values_T.dtype), device),
-                clip=self._settings.critic.clip,
+                clip=self._config.tuner.critic.cliprange_value,
             )
             loss = loss_T.sum() / batch.trained_tokens
             loss.backward()
@@ -189,7 +188,7 @@ class Critic:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         for group in self.optimizer.param_groups:
-            group["lr"] = self._settings.critic.lr
+            group["lr"] = self._config.tuner.critic.lr
 
     def _values(self, rows: Sequence[Row]) -> Tensor:
         """Values before the completion tokens of `rows`, in row order, shape [T]."""
@@ -371,7 +370,8 @@ class PolicyTrainer:
     Args:
         model: A transformers causal LM, or one that peft has wrapped for LoRA; those of its
             parameters that require a gradient are changed in place.
-        settings: The numbers.
+        config: The settings of the run, of which `buffer.total_steps` must be set: the learning
+            rate's schedule ends there.
         reference: Frozen start of the policy; by default `model` as it is now, of which a copy is
             made unless only an adapter is trained. Pass it when `model` holds later weights.
         grammars: The engine's, with which calls that were held to a form are replayed; None where
@@ -384,46 +384,48 @@ class PolicyTrainer:
     def __init__(
         self,
         model: nn.Module,
-        settings: TrainerSettings,
+        config: RunConfig,
         *,
         reference: Reference | None = None,
         grammars: Grammars | None = None,
         critic: nn.Module | None = None,
         teacher: nn.Module | None = None,
     ) -> None:
+        if config.buffer.total_steps is None:
+            raise TrainingError("buffer.total_steps is not set: set it, for the learning rate")
         self.model = model.eval()  # no dropout: sampling and training see the same function
-        self.settings = settings
+        self.config = config
         self.step = 0
         self._alarmed = False  # said once
         self._forward = exact_forward(
             model,
             grammars,
-            layout=settings.layout,
-            checkpointing=settings.activation_checkpointing,
-            compiled=settings.compile,
+            layout=config.tuner.layout,
+            checkpointing=config.tuner.activation_checkpointing,
+            compiled=config.tuner.compile,
         )
         self._throughput = Throughput(causal_model(model), next(model.parameters()).device)
-        self.reference = frozen_start(model, reference) if settings.uses_reference else None
-        self.teacher = Teacher.of(teacher, grammars, settings) if teacher is not None else None
-        if settings.advantage == "prompt_distill":
-            self.teacher = Teacher.prompted(model, self.reference, self._forward, settings)
+        self.reference = frozen_start(model, reference) if config.uses_reference else None
+        self.teacher = Teacher.of(teacher, grammars, config) if teacher is not None else None
+        if config.algorithm.advantage_fn == "prompt_distill":
+            self.teacher = Teacher.prompted(model, self.reference, self._forward, config)
         self.optimizer = make_optimizer(
             model.parameters(),
-            lr=settings.lr,
-            betas=settings.betas,
-            weight_decay=settings.weight_decay,
-            state=settings.optimizer_state,
-            offload=settings.optimizer_offload,
+            lr=config.algorithm.optimizer.lr,
+            betas=config.algorithm.optimizer.betas,
+            weight_decay=config.algorithm.optimizer.weight_decay,
+            state=config.tuner.optimizer_state,
+            offload=config.trainer.optimizer_offload,
         )
         self.critic: Critic | None = None
-        if settings.uses_critic:
+        if config.algorithm.uses_critic:
             if critic is None and hasattr(model, "get_base_model"):
                 raise TrainingError(
                     "a policy that peft has wrapped needs a critic of its own: give PolicyTrainer "
                     "one (critic=AutoModelForCausalLM.from_pretrained(...))"
                 )
             forward = self._forward if critic is None else None
-            self.critic = Critic(critic or copy.deepcopy(model), settings, forward=forward)
+            self.critic = Critic(critic or copy.deepcopy(model), config, forward=forward)
         self._set_lr()
 
     @property
@@ -443,12 +445,16 @@ class PolicyTrainer:
             N tensors, one per row, of shape [T_row].
         """
         with acting(model or self.model) as network:
-            tokens = self.settings.max_tokens_per_micro_batch
+            tokens = self.config.trainer.micro_batch_tokens
             return self._forward.all_logprobs(network, batch.rows, tokens)
 
     def compute_ref_logp(self, scored: ScoredBatch) -> ScoredBatch:
         """Add the reference's log-probs where the KL term needs them."""
-        if self.reference is None or scored.ref_logp is not None or not self.settings.kl_in_loss:
+        if (
+            self.reference is None
+            or scored.ref_logp is not None
+            or not self.config.algorithm.kl_in_loss
+        ):
             return scored
         return replace(scored, ref_logp=self.compute_logp(scored.batch, model=self.reference))
 
@@ -465,14 +471,14 @@ class PolicyTrainer:
         """
         ref_logp = None
         teacher_logp = self.teacher.logp(batch) if self.teacher is not None else None
-        if self.settings.penalizes_kl and self.reference is not None and batch.rows:
+        if self.config.algorithm.penalizes_kl and self.reference is not None and batch.rows:
             ref_logp = self.compute_logp(batch, model=self.reference)
         if self.critic is None or not batch.rows:
-            advantages = row_advantages(batch, self.settings, ref_logp, teacher_logp)
+            advantages = row_advantages(batch, self.config, ref_logp, teacher_logp)
             return ScoredBatch(batch, advantages, ref_logp)
         values = self.compute_values(batch)
-        penalties = kl_penalties(batch, self.settings, ref_logp)
-        advantages, returns = critic_advantages(batch, self.settings, values, penalties)
+        penalties = kl_penalties(batch, self.config.algorithm, ref_logp)
+        advantages, returns = critic_advantages(batch, self.config, values, penalties)
         return ScoredBatch(batch, advantages, ref_logp, values=values, returns=returns)
 
     def compute_values(self, batch: Batch) -> tuple[Tensor, ...]:
@@ -485,11 +491,13 @@ class PolicyTrainer:
             TrainingError: The algorithm has no critic.
         """
         if self.critic is None:
-            raise TrainingError(f"advantage {self.settings.advantage} has no critic, only ppo has")
+            raise TrainingError(
+                f"advantage {self.config.algorithm.advantage_fn} has no critic, only ppo has"
+            )
         return self.critic.values(batch)
 
     def ppo_update(self, scored: ScoredBatch) -> dict[str, float]:
-        """One optimizer step on the whole batch, or `settings.updates`; weights change in place.
+        """One optimizer step on the whole batch, or `tuner.algorithm.updates`, in place.
 
         A critic takes as many steps on its own loss first, and while it warms up the policy takes
         none.
@@ -510,9 +518,9 @@ class PolicyTrainer:
             raise TrainingError("a batch without a single trainable token cannot be trained")
         metrics: dict[str, float] = {}
         if self.critic is not None:
-            for _ in range(self.settings.updates):
+            for _ in range(self.config.tuner.algorithm.updates):
                 metrics = self.critic.update(scored.batch, scored.values, scored.returns)
-        if self.critic is None or self.step >= self.settings.critic.warmup:
+        if self.critic is None or self.step >= self.config.trainer.critic_warmup:
             metrics |= self._update_policy(scored)
         self.step += 1
         return metrics
@@ -522,8 +530,8 @@ class PolicyTrainer:
         proximal = self._proximal(scored)
         metrics: dict[str, float] = {}
         speed: dict[str, float] = {}
-        with self._throughput.of(scored.batch.rows, self.settings.updates, speed):
-            for update in range(self.settings.updates):
+        with self._throughput.of(scored.batch.rows, self.config.tuner.algorithm.updates, speed):
+            for update in range(self.config.tuner.algorithm.updates):
                 latest = self._update(scored, proximal)
                 if update:
                     latest |= {k: v for k, v in metrics.items() if k.startswith("logprob_mismatch")}
@@ -532,7 +540,7 @@ class PolicyTrainer:
         advantages_T = torch.cat(scored.advantages)
         metrics["advantage_std"] = float(advantages_T.std(correction=0))
         metrics["advantage_max"] = float(advantages_T.abs().max())
-        if isinstance(args := self.settings.advantage_spec, DistillAdvantage):
+        if isinstance(args := self.config.algorithm.advantage, DistillAdvantage):
             # In the mean over the student's samples, the KL of student and teacher.
             metrics["kl_teacher"] = -float(advantages_T.mean()) / args.kl_coef
         self._alarmed = self._alarmed or raises_alarm(metrics, self.step + 1)
@@ -540,18 +548,20 @@ class PolicyTrainer:
 
     def _proximal(self, scored: ScoredBatch) -> tuple[Tensor, ...] | None:
         """Log-probs of the policy that the step begins with, where they are not those recorded."""
-        settings, batch = self.settings, scored.batch
-        if settings.ratio_to != "proximal":
+        config, batch = self.config, scored.batch
+        if config.algorithm.policy_loss.ratio_to != "proximal":
             return None
         if scored.proximal is not None:
             return scored.proximal
         # What is between foreign weights and these is no number of updates.
         wanted = {"auto": batch.stale(self.step), "loglinear": batch.foreign, "recompute": True}
-        return self.compute_logp(batch) if wanted.get(settings.proximal, False) else None
+        return (
+            self.compute_logp(batch) if wanted.get(config.tuner.algorithm.proximal, False) else None
+        )
 
     def _update(self, scored: ScoredBatch, proximal: tuple[Tensor, ...] | None) -> dict[str, float]:
         totals, largest = self._forward.room.fitting(partial(self._gradients, scored, proximal))
-        norm = self.optimizer.clip_grad_norm(self.settings.grad_clip)
+        norm = self.optimizer.clip_grad_norm(self.config.trainer.grad_clip)
         # The one place of an update where Python waits for the device.
         totals |= {"grad_norm": norm, "logprob_mismatch_max": torch.stack(largest).max()}
         found = torch.stack([value.double() for value in totals.values()]).tolist()
@@ -566,14 +576,14 @@ class PolicyTrainer:
         self, scored: ScoredBatch, proximal: tuple[Tensor, ...] | None
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Of all micro-batches; what is reported of them, and the largest mismatch of each."""
-        settings, batch = self.settings, scored.batch
+        config, algorithm, batch = self.config, self.config.algorithm, scored.batch
         self.optimizer.zero_grad()
         weights_N = row_weights(
-            settings.aggregation,
+            algorithm.loss_agg_mode,
             torch.tensor([len(row.completion_ids) for row in batch.rows]),
             torch.tensor([row.rollout for row in batch.rows]),
             batch.call_N,
-            longest=settings.max_completion,
+            longest=config.longest_answer,
         )
         totals: dict[str, Tensor] = {}
         largest: list[Tensor] = []
@@ -582,12 +592,12 @@ class PolicyTrainer:
             current = self._forward.logprobs(
                 self.model,
                 [batch.rows[i] for i in indices],
-                with_entropy=settings.entropy.entropy_coef != 0,
+                with_entropy=algorithm.entropy_loss.entropy_coef != 0,
             )
             tokens = tokens_of(
                 scored, indices, current, weights_N=weights_N, proximal=proximal, step=self.step
             )
-            loss, parts, sums = micro_batch_loss(settings, tokens)
+            loss, parts, sums = micro_batch_loss(algorithm, config.tuner.algorithm, tokens)
             loss.backward()
             means = {name: value / batch.trained_tokens for name, value in sums.items()}
             for name, value in (parts | means).items():
@@ -612,7 +622,7 @@ class PolicyTrainer:
             TrainingError: Loss or gradient is not finite; the weights are then as they were.
         """
         sums = self._forward.room.fitting(partial(self._likelihood_gradients, rows, weights_N))
-        norm = self.optimizer.clip_grad_norm(self.settings.grad_clip)
+        norm = self.optimizer.clip_grad_norm(self.config.trainer.grad_clip)
         # The one place where Python waits for the device.
         total, entropy, grad_norm = torch.cat(
             [torch.stack(sums).double().sum(0), norm.double()[None]]
@@ -626,7 +636,7 @@ class PolicyTrainer:
         """Of each micro-batch loss and sum of entropies, [2]."""
         self.optimizer.zero_grad()
         sums: list[Tensor] = []
-        for indices in self._forward.micro_batches(rows, self.settings.max_tokens_per_micro_batch):
+        for indices in self._forward.micro_batches(rows, self.config.trainer.micro_batch_tokens):
             part = [rows[i] for i in indices]
             current = self._forward.logprobs(self.model, part, with_entropy=False)
             logp_T = current.logp_T
@@ -642,8 +652,10 @@ class PolicyTrainer:
         self.optimizer.step_if_finite(what, loss, grad_norm, setting="algorithm.optimizer.lr")
 
     def _micro_batches(self, batch: Batch) -> list[list[int]]:
-        cuts = self._forward.micro_batches(batch.rows, self.settings.max_tokens_per_micro_batch)
-        if self.settings.policy_loss == "gspo":  # the only loss of a token that depends on others
+        cuts = self._forward.micro_batches(batch.rows, self.config.trainer.micro_batch_tokens)
+        if (
+            self.config.algorithm.policy_loss_fn == "gspo"
+        ):  # the only loss of a token that depends on others
             return whole_calls(cuts, batch.call_N.tolist())
         return cuts
 
@@ -652,16 +664,16 @@ class PolicyTrainer:
         self._set_lr()
 
     def _set_lr(self) -> None:
-        settings = self.settings
+        optimizer, steps = self.config.algorithm.optimizer, self.config.buffer.total_steps or 0
         factor = lr_factor(
             self.step,
-            kind=settings.lr_scheduler,
-            warmup_steps=settings.warmup_steps,
-            total_steps=settings.total_steps,
-            min_lr_ratio=settings.min_lr_ratio,
+            kind=optimizer.lr_scheduler_type,
+            warmup_steps=optimizer.warmup_steps(steps),
+            total_steps=steps,
+            min_lr_ratio=optimizer.min_lr_ratio,
         )
         for group in self.optimizer.param_groups:
-            group["lr"] = settings.lr * factor
+            group["lr"] = optimizer.lr * factor
 
     async def update_weights(self, engine: Engine) -> None:
         """Let the engine serve the current weights; they are shared, so nothing is copied."""

@@ -4,9 +4,10 @@ It reads folders and names on the Hugging Face Hub with `datasets`; those stay a
 memory and single files, which it cannot read, are written into the run's folder, each row as the
 JSON text of one column, so that no reader changes a type or fills a gap.
 
-A row of recorded data may say the same in many ways (docs/offline.md): text or messages, lists or
-JSON text, columns by any name. Trinity-RFT finds out about a row that it cannot read in the middle
-of a run; so every row is read here first, as on the local backend, and written as messages.
+A row of recorded data may say the same in many ways (docs/recorded_data.md): text or messages,
+lists or JSON text, columns by any name. Trinity-RFT finds out about a row that it cannot read in
+the middle of a run; so every row is read here first, as on the local backend, and written as
+messages.
 """
 
 from __future__ import annotations

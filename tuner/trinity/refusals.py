@@ -1,14 +1,16 @@
-"""What Trinity-RFT would read as something else, or cannot do: refused by name, or warned of."""
+"""Settings that Trinity-RFT would read as something else, or cannot do."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from tuner.config.foreign import read_table
 from tuner.config.keys import Problem, describe, nearest, schema_paths, split_keys
 from tuner.config.schema import EnvironmentSection, MonitorName, TunerSection
 from tuner.config.source import lookup
@@ -16,33 +18,57 @@ from tuner.trinity.installed import training_sets, uses_tinker
 
 logger = logging.getLogger("tuner")
 
-_LOCAL = "or set tuner.backend to local"
-
 
 @dataclass(frozen=True)
-class Refusal:
-    """Values of one key that are refused.
-
-    Attributes:
-        key: Dotted path.
-        values: Which, in words for a table.
-        why: What would happen, and what to do.
-        refuses: Whether a value that is set is one of them.
-        unless: Another key and its value under which none is.
-    """
+class RefusedValues:
+    """A row of `refused_keys.yaml`, which says what its fields mean."""
 
     key: str
-    values: str
     why: str
-    refuses: Callable[[Any], bool]
+    refused: tuple[Any, ...] | None = None
+    accepted: tuple[Any, ...] | None = None
     unless: tuple[str, Any] | None = None
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> RefusedValues:
+        refused, accepted = (tuple(row[name]) if name in row else None for name in ("is", "but"))
+        unless = next(iter(row.get("unless", {}).items()), None)
+        return cls(row["key"], row["why"], refused, accepted, unless)
+
+    @property
+    def values(self) -> str:
+        """Which values, in words for a table."""
+        if self.refused is not None:
+            which = ", ".join(f"`{_shown(one)}`" for one in self.refused)
+        elif self.accepted is not None:
+            # A value that is decided elsewhere is no value yet.
+            automatic = ("auto",) if self.key == ENGINE else ()
+            which = "all but " + " and ".join(f"`{one}`" for one in (*automatic, *self.accepted))
+        else:
+            which = "anything"
+        if self.unless is None:
+            return which
+        key, value = self.unless
+        said = "is true" if value is True else f"is `{value}`"
+        return f"{which}, unless `{key}` {said}"
 
     def applies(self, tree: Mapping[str, Any]) -> bool:
         """Whether a configuration asks for what is refused."""
         found = lookup(tree, self.key)
-        if found is None or not self.refuses(found):
+        if found is None or (self.unless and lookup(tree, self.unless[0]) == self.unless[1]):
             return False
-        return self.unless is None or lookup(tree, self.unless[0]) != self.unless[1]
+        if self.refused is not None:
+            return found in self.refused
+        if self.accepted is None:
+            return bool(found)
+        return not any(str(one) == str(found) or _number(found) == one for one in self.accepted)
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
 
 
 def _shown(value: Any) -> str:
@@ -51,129 +77,11 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _only(key: str, value: Any, why: str) -> Refusal:
-    return Refusal(key, f"`{_shown(value)}`", why, lambda found: bool(found == value))
-
-
-def _set(key: str, why: str) -> Refusal:
-    return Refusal(key, "anything", why, bool)
-
-
 ENGINE = "explorer.rollout_model.engine_type"
-
-REFUSALS = (
-    _only(
-        "algorithm.advantage_fn_args.std_cal_level",
-        "none",
-        f"Trinity-RFT knows group and batch, and would take this for group; set one of them, "
-        f"{_LOCAL}",
-    ),
-    _only(
-        "algorithm.loss_agg_mode",
-        "rollout-mean",
-        "a Trinity-RFT batch does not know which rows are one rollout; set seq-mean-token-mean, "
-        f"which is the same where each rollout becomes one experience, {_LOCAL}",
-    ),
-    _only(
-        "algorithm.advantage_fn",
-        "best_of_group",
-        f"Trinity-RFT has no such advantage; set another, {_LOCAL}",
-    ),
-    Refusal(
-        "algorithm.optimizer.lr_scheduler_type",
-        "`linear`, unless `trainer.trainer_strategy` is `megatron`",
-        f"Trinity-RFT's FSDP trainer has constant and cosine; set one of them, {_LOCAL}",
-        lambda found: bool(found == "linear"),
-        unless=("trainer.trainer_strategy", "megatron"),
-    ),
-    _only(
-        "explorer.rollout_model.enable_openai_api",
-        False,
-        "agents are recorded between their requests and Trinity-RFT's OpenAI API; remove it",
-    ),
-    Refusal(
-        ENGINE,
-        "all but `auto` and `vllm`, unless `model.tinker.enable` is true",
-        "agents are recorded in front of Trinity-RFT's vLLM engines; set it to vllm, or remove it",
-        lambda found: found != "vllm",
-        unless=("model.tinker.enable", True),
-    ),
-    _only(
-        "cluster.ray_address",
-        "auto",
-        "it would join whatever cluster runs on this machine; write the cluster's address, or "
-        "remove it for a cluster of this run's own",
-    ),
-    _only(
-        "model.external_model.enable",
-        True,
-        "Trinity-RFT 0.6 asks for an actor that it never makes for such a model; remove it",
-    ),
-    _only(
-        "algorithm.enable_router_replay",
-        True,
-        "which experts a token went through is not recorded; remove it",
-    ),
-    Refusal(
-        "model.repetition_penalty",
-        "all but `1`",
-        "Trinity-RFT's trainer computes without it, so that its ratios would compare two policies; "
-        "remove it",
-        lambda found: float(found) != 1,
-    ),
-    _set(
-        "model.min_response_tokens",
-        "agents ask for answers over an API that has no such limit; remove it",
-    ),
-    _set(
-        "explorer.rollout_model.extra_engine_args.structured_outputs_config",
-        "forms are enforced by vLLM's backend guidance, which is set here; remove it",
-    ),
-    _only(
-        "explorer.rollout_model.ignore_eos",
-        True,
-        "agents ask for answers over an API that ends them at their end; remove it",
-    ),
-    _set("stages", "a run has one stage; run them one after the other"),
-)
-
-# What Trinity-RFT does otherwise where Tinker's service trains: its loss sees one sequence at a
-# time, and nothing but the log-probs of the sampled tokens.
+_TABLE = read_table(Path(__file__).with_name("refused_keys.yaml"))
+REFUSALS = tuple(map(RefusedValues.of, _TABLE["always"]))
+WITH_TINKER = tuple(map(RefusedValues.of, _TABLE["with_tinker"]))
 _EACH_ALONE = "Trinity-RFT computes the loss of each sequence by itself with Tinker"
-WITH_TINKER = (
-    Refusal(
-        "mode",
-        "`colocate`, `bench`, `serve`",
-        "Tinker's weights are at its service, and this mode reads them here; set it to both, "
-        "explore or train",
-        lambda found: found in ("colocate", "bench", "serve"),
-    ),
-    Refusal(
-        "algorithm.loss_agg_mode",
-        "`token-mean`, `seq-mean-token-sum-norm`",
-        f"{_EACH_ALONE}, and would take it for a mean over each sequence's own tokens; set "
-        "seq-mean-token-mean or seq-mean-token-sum",
-        lambda found: found in ("token-mean", "seq-mean-token-sum-norm"),
-    ),
-    Refusal(
-        "model.temperature",
-        "all but `1`",
-        "Tinker's service trains at 1, so that the ratios would compare two policies; remove it",
-        lambda found: float(found) != 1,
-    ),
-    _set(
-        "algorithm.entropy_loss_fn_args.entropy_coef",
-        "Trinity-RFT has the log-probs of the sampled tokens alone with Tinker, and would take "
-        "those for the entropy; remove it",
-    ),
-    _set("model.lora_configs", "Tinker's adapter is described by model.tinker; remove it"),
-    Refusal(
-        ENGINE,
-        "all but `auto` and `tinker`",
-        "Tinker's service samples; remove it",
-        lambda found: found != "tinker",
-    ),
-)
 _IN_TRAINER = "Trinity-RFT 0.6 does not compute its advantages with Tinker"
 ALGORITHMS_WITHOUT_TINKER: Mapping[str, str] = {
     "ppo": _IN_TRAINER,
@@ -264,7 +172,11 @@ def tuner_section(section: Any, problems: list[Problem]) -> TunerSection | None:
     known = [path for path in schema_paths() if path.startswith("tuner.")]
     for key in split.unknown:
         meant = nearest(key, known)
-        hint = f"did you mean {meant}?" if meant else "see docs/configuration.md for the keys"
+        hint = (
+            f"did you mean {meant}?"
+            if meant
+            else "see docs/reference/configuration.md for the keys"
+        )
         problems.append(Problem(key, f"unknown key {key}; {hint}"))
     try:
         tuner = TunerSection.model_validate(split.own["tuner"])

@@ -18,8 +18,8 @@ import tuner
 from tests.gateway import again
 from tests.gateway.drift import TERSE, continues, letters
 from tests.gateway.drift import gateway_of as merging_gateway_of
-from tests.gateway.toy import StubEngine, gateway_of, text_of
 from tests.integration.agentscope2.agents import CALL, add, agent_of
+from tests.kit.toy import StubEngine, gateway_of, text_of
 from tuner.errors import MissingDependencyError
 from tuner.gateway import SamplingDefaults, Session
 from tuner.rollouts.agentscope1 import trinity_chat_model as trinity_chat_model_1

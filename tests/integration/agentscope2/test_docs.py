@@ -1,17 +1,13 @@
-"""The agent of docs/agentscope2.md runs as it is printed, and has nothing that spoils training."""
+"""AgentScope 2's agent in docs/agents.md runs as printed, and has nothing that spoils training."""
 
-import re
-from pathlib import Path
-
-from tests.gateway.toy import StubEngine, gateway_of
 from tests.integration.agentscope2.test_unsafe_settings import run, runner_of
+from tests.kit.toy import StubEngine, gateway_of
+from tests.pages import blocks
 from tuner.traces import Outcome
-
-PAGE = Path(__file__).parents[3] / "docs" / "agentscope2.md"
 
 
 async def test_the_pages_agent_answers_and_nothing_is_warned_of(caplog):
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    (code,) = blocks("agents.md", "python", "tests/integration/agentscope2/test_docs.py")
     names = {}
     exec(code, names)
 

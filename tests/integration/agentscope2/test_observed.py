@@ -6,8 +6,8 @@ from agentscope.message import UserMsg
 from agentscope.model import OpenAIChatModel
 from pydantic import BaseModel
 
-from tests.chat_server import chat_server
 from tests.integration.agentscope2.agents import agent_of
+from tests.kit.chat_server import chat_server
 from tuner import JudgeOutput, WorkflowOutput, select_model
 from tuner.gateway.relay import Relay
 from tuner.rollouts.observed import observed

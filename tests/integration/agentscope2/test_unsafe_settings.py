@@ -13,8 +13,8 @@ from agentscope.middleware import MiddlewareBase
 from agentscope.permission import PermissionBehavior, PermissionDecision, PermissionMode
 from agentscope.tool import FunctionTool
 
-from tests.gateway.toy import StubEngine, gateway_of, text_of
 from tests.integration.agentscope2.agents import CALL, add, agent_of, state
+from tests.kit.toy import StubEngine, gateway_of, text_of
 from tuner import WorkflowOutput
 from tuner.gateway import Gateway, SamplingDefaults
 from tuner.rollouts import RolloutRunner, RolloutSettings

@@ -99,11 +99,9 @@ def test_the_wheel_has_the_whole_package_and_nothing_else(wheel: Path) -> None:
         ["git", "ls-files", "tuner", EXAMPLE], cwd=ROOT, capture_output=True, text=True, check=True
     )
     # The example is a template, too.
-    package = {
-        name.replace(EXAMPLE, "tuner/templates/real") for name in listed.stdout.split()
-    }
+    package = {name.replace(EXAMPLE, "tuner/templates/real") for name in listed.stdout.split()}
     kinds = {Path(name).suffix for name in package}
-    assert {"tuner/py.typed", "tuner/config/foreign_keys.yaml"} < package
+    assert {"tuner/py.typed", "tuner/config/foreign_keys.yaml", "tuner/config/rules.yaml"} < package
     assert {".html", ".jsonl", ".md"} < kinds  # the page of a run, and the templates
     model = {name for name in found if name.startswith("tuner/models/tiny_math/")}
     assert {f"tuner/models/tiny_math/{name}" for name in MODEL} < model
@@ -116,7 +114,11 @@ def test_the_sdist_has_what_the_wheel_is_built_of_and_nothing_else() -> None:
     with tarfile.open(sdist) as archive:
         found = {name.partition("/")[2] for name in archive.getnames()}
     assert {"README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml"} < found
-    assert {name.partition("/")[0] for name in found if "/" in name} == {"tuner", "models", "examples"}
+    assert {name.partition("/")[0] for name in found if "/" in name} == {
+        "tuner",
+        "models",
+        "examples",
+    }
 
 
 def test_the_metadata_says_what_it_is(wheel: Path) -> None:

@@ -7,18 +7,14 @@ from pathlib import Path
 import pytest
 
 import tuner
-from tests import forked
-from tests.test_pages import code
+from tests.kit import forked
+from tests.pages import blocks
 from tuner.environments import Program
 
 ROOT = Path(__file__).parents[3]
-(OPENENV,) = [one for one in code("environments.md") if "OpenEnv(" in one]
-(TRL,) = [one for one in code("environments.md") if "GRPOTrainer(" in one]
-(PROGRAM,) = [one for one in code("environments.md") if "Program(" in one]
-
-
-def test_all_of_it_is_here():
-    assert {OPENENV, TRL, PROGRAM} == set(code("environments.md"))
+OPENENV, TRL, PROGRAM = blocks(
+    "environments.md", "python", "tests/integration/environments/test_page.py"
+)
 
 
 def test_the_script_of_trl_trains_as_it_stands(tmp_path):

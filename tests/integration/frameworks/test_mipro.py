@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from tests.chat_server import Refusal, chat_server
+from tests.kit.chat_server import Refusal, chat_server
 from tuner import JudgeOutput, PromptTuneConfig, RemoteModel, WorkflowOutput, tune_prompt
 from tuner.errors import MissingDependencyError, TrainingError
 

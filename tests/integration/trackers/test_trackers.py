@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import call, trace
 from tests.integration.trackers import stored
+from tests.kit.builders import call, trace
 from tuner.errors import ConfigError
 from tuner.runs.trackers import open_trackers
 

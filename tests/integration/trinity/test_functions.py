@@ -148,7 +148,7 @@ def test_a_function_with_much_data_is_refused_by_its_size():
     async def heavy(task, model):
         return data
 
-    with pytest.raises(FunctionError, match=r"is 9 MiB .* load what is large inside"):
+    with pytest.raises(FunctionError, match=r"is 9 MiB .* load large objects inside"):
         ship(heavy, role="workflow")
 
 
@@ -165,7 +165,7 @@ def test_what_cannot_be_read_back_elsewhere_is_found_here():
     async def needy(task, model):
         return gone
 
-    with pytest.raises(FunctionError, match=r"cannot be read back .*nowhere_at_all"):
+    with pytest.raises(FunctionError, match=r"cannot be loaded in another .*nowhere_at_all"):
         ship(needy, role="workflow")
 
 

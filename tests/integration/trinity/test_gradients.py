@@ -14,13 +14,13 @@ import torch
 from trinity.algorithm.advantage_fn.multi_step_grpo_advantage import StepWiseGRPOAdvantageFn
 from trinity.algorithm.policy_loss_fn.ppo_policy_loss import PPOPolicyLossFn
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
+from tests.training.configured import training
 from tests.training.exact import all_float64
 from tests.training.test_trainer import VOCABULARY, gradient_of, tiny_model
 from tuner.config.algorithms import GRPOAdvantage, KLLoss
 from tuner.training.batch import unreplayed
 from tuner.training.trainer import PolicyTrainer
-from tuner.training.trainer_settings import TrainerSettings
 from tuner.trinity.experience import merged, one_per_call
 from tuner.trinity.plugins import CallRewards
 from tuner.trinity.workflow import _experience
@@ -86,7 +86,7 @@ def trinitys_gradient(model, experiences, advantage=StepWiseGRPOAdvantageFn):
 def test_merged_and_single_calls_give_the_gradient_of_our_own_trainer(seed):
     traces = conversations(seed)
     model = all_float64(tiny_model())
-    settings = TrainerSettings(
+    settings = training(
         total_steps=1, kl_args=KLLoss(kl_coef=0.0), grad_clip=1e9, max_tokens_per_micro_batch=4096
     )
     trained = copy.deepcopy(model)
@@ -121,7 +121,7 @@ def with_call_rewards(traces, seed):
 def test_rewards_exclusions_and_masks_of_single_calls_give_our_own_gradient(std_threshold):
     traces = with_call_rewards(conversations(3), 7)
     model = all_float64(tiny_model())
-    settings = TrainerSettings(
+    settings = training(
         total_steps=1, kl_args=KLLoss(kl_coef=0.0), grad_clip=1e9,
         max_tokens_per_micro_batch=4096, advantage_args=GRPOAdvantage(std_threshold=std_threshold),
     )  # fmt: skip

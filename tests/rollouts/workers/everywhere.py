@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 
-from tests import forked
+from tests.kit import forked
 from tuner.gateway import Session
 from tuner.rollouts import RolloutRunner, chat_models
 from tuner.rollouts import worker_pool as pool

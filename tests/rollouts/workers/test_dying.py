@@ -148,7 +148,7 @@ async def killed(make_runner, *, rollouts, kills, workers, retries):
 
 @pytest.mark.parametrize(
     ("rollouts", "kills", "retries"),
-    [(60, 4, 3), pytest.param(1000, 100, 100, marks=pytest.mark.nightly)],
+    [(24, 2, 3), pytest.param(1000, 100, 100, marks=pytest.mark.nightly)],
 )
 async def test_every_rollout_has_an_outcome_whoever_is_killed(
     make_runner, rollouts, kills, retries

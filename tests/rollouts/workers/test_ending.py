@@ -11,7 +11,7 @@ import textwrap
 import psutil
 import pytest
 
-from tests.rollouts.clock import jump
+from tests.kit.clock import jump
 from tests.rollouts.workers import functions
 from tests.rollouts.workers.conftest import pool_of
 from tests.rollouts.workers.functions import hanging

@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from tests.loop.runs import EVAL, TRAIN, config, judge, workflow
+from tests.kit.runs import EVAL, TRAIN, config, judge, workflow
 from tests.rollouts.workers.functions import computing, group_judge, scored, synchronous
 from tuner.areal import shared_run
 from tuner.config.load import load_config
@@ -13,7 +13,7 @@ from tuner.errors import ConfigError
 from tuner.loop import run_local
 from tuner.rollouts.worker_pool import Placing, count_for
 from tuner.serving.hosting import serve
-from tuner.tools import trials as contenders
+from tuner.tools import candidates
 from tuner.trinity.refusals import tuner_section
 
 
@@ -164,7 +164,7 @@ def refused_by_serve(config):
 @pytest.mark.parametrize(
     ("refuse", "why"),
     [
-        (contenders._check_settings, "run the workflow and the judge in this process"),
+        (candidates._check_settings, "run the workflow and the judge in this process"),
         (shared_run._check_settings, "the loop in the open runs agents in its own process"),
         (refused_by_serve, "runs its functions in its own process"),
     ],

@@ -143,15 +143,18 @@ async def traces_of(runner, rows):
     return await asyncio.gather(*(one(number, row) for number, row in enumerate(rows)))
 
 
-@pytest.mark.parametrize("placing", [None, ByHttp()], ids=["by the line", "by HTTP"])
 @pytest.mark.parametrize(
-    ("make", "rows"),
-    [(lambda: TokenWorkflow(Turns()), TURNS), (by_queues, PROMPTS)],
-    ids=["token-level", "queues"],
+    ("make", "rows", "placing"),
+    [
+        (lambda: TokenWorkflow(Turns()), TURNS, None),
+        (lambda: TokenWorkflow(Turns()), TURNS, ByHttp()),
+        (by_queues, PROMPTS, None),
+    ],
+    ids=["token-level by the line", "token-level by HTTP", "queues by the line"],
 )
 async def test_episodes_leave_the_same_traces_in_workers(make_runner, make, rows, placing):
     here = await traces_of(make_runner(make(), calls=4), rows)
-    async with pool_of(2, make(), placing=placing) as pool:
+    async with pool_of(1, make(), placing=placing) as pool:
         there = await traces_of(make_runner(make(), calls=4, workers=pool), rows)
     for row, expected, found in zip(rows, here, there, strict=True):
         assert found == expected, row

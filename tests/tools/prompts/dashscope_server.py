@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from tests.chat_server import AnsweringServer, Handler, serving
+from tests.kit.chat_server import AnsweringServer, Handler, serving
 
 
 class _Generation(Handler):

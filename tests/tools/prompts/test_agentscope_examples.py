@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
-from tests.chat_server import chat_server
+from tests.kit import forked
+from tests.kit.chat_server import chat_server
 from tests.tools.prompts.dashscope_server import dashscope_server
+
+pytestmark = pytest.mark.learning
 
 pytest.importorskip("agentscope.model")
 

@@ -1,4 +1,4 @@
-"""docs/from_agentscope.md: it has every name of the released tuner, and its script runs."""
+"""docs/migrating.md: it has every name of the released tuner, and its script runs."""
 
 import ast
 import re
@@ -9,10 +9,11 @@ from runpy import run_path
 import pytest
 
 import tuner
-from tests import forked
-from tests.chat_server import chat_server
+from tests.kit import forked
+from tests.kit.chat_server import chat_server
+from tests.pages import ROOT, blocks
 
-PAGE = (Path(__file__).parents[3] / "docs" / "from_agentscope.md").read_text()
+PAGE = (ROOT / "docs/migrating.md").read_text()
 
 
 def installed(path):
@@ -67,7 +68,7 @@ def test_settings_have_agentscopes_fields_and_defaults(file, names):
 
 def test_the_pages_script_selects_a_model(tmp_path):
     pytest.importorskip("agentscope.model")
-    (script,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (script,) = blocks("migrating.md", "python", "tests/tools/prompts/test_from_agentscope.py")
     (tmp_path / "test.jsonl").write_text('{"question": "2 + 2?", "answer": "4"}\n' * 20)
     with chat_server(lambda body: "4" if body["model"] == "large" else "5") as server:
         (tmp_path / "main.py").write_text(

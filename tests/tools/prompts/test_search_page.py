@@ -6,7 +6,7 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from tests.chat_server import chat_server
+from tests.kit.chat_server import chat_server
 from tuner import JudgeOutput, PromptTuneConfig, RemoteModel, WorkflowOutput, tune_prompt
 from tuner.cli import app
 from tuner.errors import TrainingError

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.chat_server import Refusal, chat_server
-from tests.loop import runs
+from tests.kit import forked, runs
+from tests.kit.chat_server import Refusal, chat_server
+from tests.pages import blocks
 from tuner import (
     ConfigError,
     FunctionError,
@@ -162,7 +163,7 @@ async def test_the_fastest_candidate_wins_by_its_seconds(tmp_path, chat_model):
 
     def slow(body):
         asked.append(body)
-        return "no" if len(asked) % 20 else right(body)
+        return "no" if len(asked) % 8 else right(body)
 
     with by_name(slow=slow, fast=right) as server:
         models = [chat_model(server, name, stream=False) for name in ("slow", "fast")]
@@ -457,3 +458,15 @@ async def test_a_price_of_nobody_and_no_thread_at_all_are_refused(tmp_path):
         await select(tmp_path, models, prices={"tiny_math": 1.0})
     with pytest.raises(ConfigError, match="max_threads is 0"):
         await select(tmp_path, models, max_threads=0)
+
+
+def test_the_script_on_the_page_selects_a_model(tmp_path):
+    (script,) = blocks("prompts.md", "python", "tests/tools/prompts/test_selection.py")
+    (tmp_path / "test.jsonl").write_text('{"question": "2 + 2?", "answer": "4"}\n' * 20)
+    with by_name(small=lambda body: "5", large=lambda body: "4") as server:
+        (tmp_path / "main.py").write_text(
+            script.replace("http://127.0.0.1:8000/v1", server.base_url)
+        )
+        printed = forked.script(tmp_path / "main.py")
+    assert "small is let go after 16 tasks" in printed
+    assert printed.splitlines()[-1] == "large 1.0"

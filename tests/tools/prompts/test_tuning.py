@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
-from tests.chat_server import Refusal, chat_server
+from tests.kit import forked
+from tests.kit.chat_server import Refusal, chat_server
+from tests.pages import blocks
 from tuner import (
     ConfigError,
     FunctionError,
@@ -367,7 +368,9 @@ def problems(split, count):
     return [json.loads(line) for line in lines]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.learning) for seed in (1, 2))]
+)
 def test_a_model_whose_skill_hangs_on_its_prompt_gets_the_prompt(tuned, folder, seed):
     """Held-out reward below 0.3 with the first prompt, above 0.8 with the one that is found."""
     with proposer(SKILL) as server:
@@ -389,8 +392,9 @@ def test_a_model_whose_skill_hangs_on_its_prompt_gets_the_prompt(tuned, folder, 
     assert all(len(call.logprobs) for trace in traces(folder) for call in trace.calls)
 
 
+@pytest.mark.learning
 def test_the_pages_script_searches(tmp_path):
-    (page,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/prompts.md").read_text(), re.DOTALL)
+    (page,) = blocks("prompts.md", "python", "tests/tools/prompts/test_tuning.py")
     for split in ("train", "test"):
         lines = [json.dumps(row) for row in problems(split, 12)]
         (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))

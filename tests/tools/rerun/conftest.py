@@ -7,8 +7,8 @@ from functools import partial
 import openai
 import pytest
 
-from tests.chat_server import chat_server
-from tests.gateway.toy import TEMPLATE, StubEngine, tokenizer
+from tests.kit.chat_server import chat_server
+from tests.kit.toy import TEMPLATE, StubEngine, tokenizer
 from tests.tools.rerun import agents
 from tuner import cli
 from tuner.config import load_config

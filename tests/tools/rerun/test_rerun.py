@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from tests.loop import runs
+from tests.kit import runs
 from tests.tools.rerun import agents
 from tuner.errors import TunerError
 from tuner.loop import run_local

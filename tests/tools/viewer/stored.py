@@ -2,7 +2,7 @@
 
 import json
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
 from tuner.traces import TraceStore
 
 TINY = "models/tiny_math"

@@ -6,7 +6,7 @@ import json
 import pytest
 from starlette.testclient import TestClient
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
 from tests.tools.viewer.stored import read_data, small, store_run
 from tuner.tools.viewer import RunReader, write_report
 from tuner.tools.viewer import page as report

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from tests.builders import call, trace
-from tuner.tools.viewer.facts import (
+from tests.kit.builders import call, trace
+from tuner.tools.viewer.index import (
     UNREADABLE,
     Tally,
     answered,

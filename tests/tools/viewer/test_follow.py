@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kit.examples import few
 from tests.tools.viewer.stored import small, store_run
 from tuner.errors import TunerError
-from tuner.tools.viewer.follow import LineFollower, MetricsFollower
-from tuner.tools.viewer.index import TraceIndex
+from tuner.tools.viewer.index import LineFollower, MetricsFollower, TraceIndex
 from tuner.traces import Outcome, RolloutId
 from tuner.traces.store import trace_to_json
 
@@ -19,7 +19,7 @@ def lines_of(traces):
     return b"".join(json.dumps(trace_to_json(item)).encode() + b"\n" for item in traces)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=few(60))
 @given(cuts=st.lists(st.integers(0, 10_000), max_size=8), count=st.integers(0, 5))
 def test_every_line_is_read_once_however_the_file_grows(tmp_path_factory, cuts, count):
     path = tmp_path_factory.mktemp("growing") / "file"

@@ -7,12 +7,11 @@ import sqlite3
 
 import pytest
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
 from tests.tools.viewer.stored import small, store_run
 from tuner.errors import TunerError
 from tuner.tools.viewer import index as index_module
-from tuner.tools.viewer.database import NAME
-from tuner.tools.viewer.index import TraceIndex, identity
+from tuner.tools.viewer.index import NAME, TraceIndex, identity
 from tuner.tools.viewer.queries import Wanted, changes, count, find, same_task, summary
 from tuner.traces import Outcome, RolloutId
 

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
 from tests.tools.viewer.stored import read_data, small, store_run
 from tuner.errors import TunerError
 from tuner.tools.viewer import RunReader, write_report
-from tuner.tools.viewer.page import page, selection, template
-from tuner.tools.viewer.reader import BEGINS_CHARACTER, Vocabulary, to_json
+from tuner.tools.viewer.page import BEGINS_CHARACTER, Vocabulary, page, selection, template, to_json
 from tuner.traces import Outcome
 
 TINY = Path(__file__).parents[3] / "models/tiny_math"

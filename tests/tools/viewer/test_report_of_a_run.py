@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.loop import runs
+from tests.kit import runs
 from tests.tools.viewer.stored import read_data
 from tuner import cli
 from tuner.errors import ModelLoadError, TrainingError

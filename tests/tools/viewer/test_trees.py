@@ -5,14 +5,14 @@ import json
 
 import pytest
 
-from tests.builders import call, trace
+from tests.kit.builders import call, trace
 from tests.tools.viewer.stored import read_data, store_run
 from tuner.errors import TunerError
 from tuner.tasks.functions import JudgeOutput
+from tuner.tools.judging import replay
 from tuner.tools.viewer import RunReader, write_report
-from tuner.tools.viewer.facts import Tally, row, tallies, tool_uses
+from tuner.tools.viewer.index import Tally, row, tallies, tool_uses
 from tuner.tools.viewer.queries import Wanted, count, find, summary, tree
-from tuner.tools.viewer.replay import replay
 from tuner.traces import Origin, Outcome, RolloutId
 from tuner.traces.store import trace_to_json
 from tuner.training.forks import Point, Value, point_values

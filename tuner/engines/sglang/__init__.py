@@ -1,1 +1,1 @@
-"""SGLang servers that somebody runs elsewhere, over SGLang's own HTTP protocol."""
+"""SGLang servers that somebody else runs, over SGLang's own HTTP protocol."""

@@ -1,12 +1,12 @@
-"""SGLang on other machines: its HTTP server, and how it must have been started.
+"""Client of SGLang servers, and the flags that they must be started with.
 
-For exact log-probs, seeds and forms it needs some flags. `/server_info` says how it was started.
-What an environment variable changes it does not say; that is measured with `logprob_probe`.
+Exact log-probs, seeds and grammars need certain flags. `/server_info` reports the flags; effects of
+environment variables are measured with `logprob_probe`.
 
-| what | how |
+| operation | request |
 |---|---|
-| a part of a completion | `/generate` with ids, streamed; each chunk says whose weights it is of |
-| a part that ends early | `/abort_request` with its `rid` |
+| a part of a completion | `/generate` with ids, streamed; each chunk names its weights |
+| ending a part early | `/abort_request` with its `rid` |
 | new weights | `/pause_generation` (abort), `/update_weights_from_disk`, `/continue_generation` |
 
 Written against SGLang 0.5.23: `entrypoints/http_server.py`, `managers/io_struct.py`.
@@ -36,18 +36,18 @@ from tuner.engines.sampling import check_sampling
 from tuner.engines.servers import RemoteServer, Sampled, Weights, finite_logprob, most_probable
 from tuner.errors import ConfigError
 
-# Our sampling settings as SGLang's, and SGLang's chunks as ours.
+# Translation of our sampling settings to SGLang's, and of SGLang's chunks to ours.
 #
-# SGLang divides by the temperature and takes the softmax; `output_token_logprobs` are of that
-# distribution. Then it cuts to top_k and top_p, and these log-probs are not those of what was
-# sampled: they come as `output_token_sampling_logprobs` where a request sets
-# `return_sampling_mask`, together with the tokens that were left. That needs a top_k, of as many
-# tokens as the server lists at most (`widest`): where top_p alone is set it is this number, and a
-# token for which as many are left is refused, because top_p might have left more.
+# SGLang divides by the temperature and takes the softmax; `output_token_logprobs` belong to that
+# distribution. Then it applies top_k and top_p. The log-probs after that come as
+# `output_token_sampling_logprobs` if a request sets `return_sampling_mask`, together with the kept
+# tokens. That needs a top_k of at most the number of tokens that the server lists (`widest`): if
+# only top_p is set, top_k becomes this number, and a token for which as many are kept is rejected,
+# because top_p might have kept more.
 #
-# Three things differ from ours: SGLang cuts top_k and top_p both from the whole distribution, where
-# we cut top_p from what top_k left, so both together are refused; it takes a temperature under 1e-6
-# for 0; and it reports greedy tokens with the log-probs of temperature 1, which become 0.
+# There are three differences: SGLang applies top_k and top_p both to the whole distribution, while
+# we apply top_p to what top_k kept, so the combination is rejected; it treats a temperature under
+# 1e-6 as 0; and it reports greedy tokens with the log-probs of temperature 1, which become 0.
 #
 # Read in SGLang 0.5.23: `sampling/sampling_params.py`, `layers/sampler.py`,
 # `managers/tokenizer_manager.py`, `managers/scheduler.py`.
@@ -55,11 +55,11 @@ from tuner.errors import ConfigError
 
 _LOWEST = 1e-6
 _NEVER = -1e29
-"""SGLang has finite log-probs for tokens that cannot be sampled; they are under this one."""
+"""SGLang has finite log-probs for tokens that cannot be sampled; they are below this."""
 
 
 def check_for_sglang(sampling: SamplingParams) -> None:
-    """Refuse settings that define no distribution, or for which SGLang's is another.
+    """Reject settings that define no distribution, or that SGLang interprets differently.
 
     Raises:
         ConfigError: Names the setting, its value and what is allowed.
@@ -67,21 +67,21 @@ def check_for_sglang(sampling: SamplingParams) -> None:
     check_sampling(sampling)
     if 0 < sampling.temperature < _LOWEST:
         raise ConfigError(
-            f"sampling: temperature is {sampling.temperature!r}, which SGLang would take for 0; "
+            f"sampling: temperature is {sampling.temperature!r}, which SGLang would treat as 0; "
             f"set it to 0, or to {_LOWEST} or more"
         )
     if sampling.temperature > 0 and sampling.top_k > 0 and sampling.top_p < 1:
         raise ConfigError(
-            f"sampling: top_k is {sampling.top_k} and top_p is {sampling.top_p}, and SGLang cuts "
-            "both from the whole distribution, where top_p is meant of what top_k keeps; set one "
-            "of them alone"
+            f"sampling: top_k is {sampling.top_k} and top_p is {sampling.top_p}; SGLang applies "
+            "both to the whole distribution, but top_p must apply to what top_k keeps; set only "
+            "one of them"
         )
 
 
 def sglang_request(
     prompt_ids: Sequence[int], sampling: SamplingParams, end_ids: Iterable[int], widest: int
 ) -> dict[str, Any]:
-    """The body of `/generate` for one part of a completion; stop strings are not SGLang's to find.
+    """The body of `/generate` for one part of a completion, without stop strings.
 
     The fields are those of `GenerateReqInput` and its `sampling_params`; `widest` is the server's
     `sampling_mask_max_tokens`.
@@ -98,7 +98,7 @@ def sglang_request(
         "no_stop_trim": True,
     }
     if sampling.grammar:
-        # With the grammar backend llguidance, text that is not GBNF is taken for its Lark.
+        # With the grammar backend llguidance, text that is not GBNF is read as its Lark.
         asked["ebnf"] = with_head(sampling.grammar)
     body: dict[str, Any] = {
         "input_ids": list(prompt_ids),
@@ -116,12 +116,11 @@ def sglang_request(
 def sampled(
     chunk: dict[str, Any], sampling: SamplingParams, end_ids: frozenset[int], widest: int
 ) -> Sampled:
-    """The tokens of one chunk of a stream, each of which is new.
+    """The tokens of one chunk of a stream, all of which are new.
 
     Raises:
-        EngineError: SGLang failed, ended the completion for a reason that is neither its end nor
-            its length, top_p leaves more tokens than it lists, or a token has no log-prob, or none
-            that is finite.
+        EngineError: SGLang failed; it ended the completion for a reason other than its end or its
+            length; top_p keeps more tokens than it lists; or a log-prob is missing or not finite.
     """
     try:
         meta = chunk["meta_info"]
@@ -130,8 +129,8 @@ def sampled(
         by_top_p = sampling.cuts and sampling.top_k < 0
         if by_top_p and any(len(mask) >= widest for mask in meta["output_token_sampling_mask"]):
             raise EngineError(
-                f"top_p = {sampling.top_p} leaves {widest} tokens or more, and SGLang lists "
-                f"{widest} at most: lower top_p, or start the server with a larger "
+                f"top_p = {sampling.top_p} keeps {widest} tokens or more, and SGLang lists at "
+                f"most {widest}: lower top_p, or start the server with a larger "
                 "--sampling-mask-max-tokens"
             )
         return Sampled(
@@ -144,7 +143,7 @@ def sampled(
         )
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise EngineError(
-            f"SGLang's answer is not of the form that is known, of version 0.5.23: {error!r} in "
+            f"SGLang's answer does not have the form known from version 0.5.23: {error!r} in "
             f"{str(chunk)[:300]}"
         ) from error
 
@@ -162,8 +161,8 @@ def _reason(
         raise EngineError(f"SGLang ended a completion with {kind}: {found.get('message')}")
     if kind == "stop" and not sampling.grammar and not end_ids.intersection(ids[-1:]):
         raise EngineError(
-            f"SGLang ended a completion at token {found['matched']}, which does not end one of "
-            f"this model (those are {sorted(end_ids)}): start it with the model that is trained"
+            f"SGLang ended a completion at token {found['matched']}, which is not an end token of "
+            f"this model (those are {sorted(end_ids)}): start it with the model being trained"
         )
     return FINISH_REASONS[kind]
 
@@ -182,7 +181,7 @@ def _logprobs(
         values = [dict(pairs)[token] for token, pairs in zip(ids, _supports(meta), strict=True)]
     else:
         values = meta["output_token_sampling_logprobs"]
-    # JSON has null for what is not a number.
+    # JSON has null for values that are not numbers.
     return tuple(
         finite_logprob("SGLang", token, math.nan if value is None else value)
         for token, value in zip(ids, values, strict=True)
@@ -212,7 +211,7 @@ def _alternatives(
 def _kept(
     meta: dict[str, Any], ids: tuple[int, ...], sampling: SamplingParams
 ) -> tuple[tuple[int, ...], ...]:
-    """The tokens that were left at each place; empty where nothing was cut."""
+    """The kept tokens at each place; empty if nothing was cut."""
     if not sampling.cuts:
         return ()
     kept = tuple(tuple(int(token) for token in mask) for mask in meta["output_token_sampling_mask"])
@@ -222,7 +221,7 @@ def _kept(
 
 
 def _supports(meta: dict[str, Any]) -> list[list[tuple[int, float]]]:
-    """The tokens that were left at each place, with their log-probs."""
+    """The kept tokens at each place, with their log-probs."""
     return [
         list(zip(ids, values, strict=True))
         for ids, values in zip(
@@ -233,11 +232,11 @@ def _supports(meta: dict[str, Any]) -> list[list[tuple[int, float]]]:
 
 @dataclass(frozen=True)
 class SglangSettings:
-    """What the run needs of a server.
+    """Requirements of the run on a server.
 
     Attributes:
         dtype: "float32", "bfloat16" or "float16".
-        max_model_len: Prompt and completion tokens of one request at most.
+        max_model_len: Maximum of prompt and completion tokens of one request.
         end_ids: Token ids that end a completion.
     """
 
@@ -248,20 +247,20 @@ class SglangSettings:
 
 _MISSING = object()
 _DEMANDS: dict[str, tuple[Any, str]] = {
-    "enable_deterministic_inference": (True, "seeds are ignored otherwise"),
-    "incremental_streaming_output": (True, "each chunk repeats the whole completion otherwise"),
-    "grammar_backend": ("llguidance", "the trainer replays forms with it"),
-    "rl_on_policy_target": (None, "log-probs of top_p and top_k are rounded otherwise"),
+    "enable_deterministic_inference": (True, "otherwise seeds are ignored"),
+    "incremental_streaming_output": (True, "otherwise each chunk repeats the whole completion"),
+    "grammar_backend": ("llguidance", "the trainer replays grammars with it"),
+    "rl_on_policy_target": (None, "otherwise log-probs of top_p and top_k are rounded"),
     "speculative_algorithm": (None, "its log-probs have not been checked"),
     "preferred_sampling_params": (None, "they would change what is sampled"),
     "enable_watermark": (False, "a watermark changes what is sampled"),
-    "tokenizer_worker_num": (1, "the others are not told of new weights"),
+    "tokenizer_worker_num": (1, "other tokenizer workers do not learn of new weights"),
 }
-"""Fields of `/server_info`, what they must be, and why."""
+"""Fields of `/server_info`, their required values, and why."""
 
 
 def _start_it(field: str, value: Any) -> str:
-    """With which flag a field of `/server_info` has this value."""
+    """How to start the server so that a field of `/server_info` has this value."""
     if field == "speculative_algorithm":
         return "start it without speculative decoding"
     flag = f"--{field.replace('_', '-')}"
@@ -271,14 +270,14 @@ def _start_it(field: str, value: Any) -> str:
 
 
 def check_server(name: str, info: Mapping[str, Any], settings: SglangSettings) -> None:
-    """Refuse a server on which something would not be exact.
+    """Reject a server on which something would not be exact.
 
     Args:
-        name: What messages call it.
+        name: Name for messages.
         info: Its answer to `/server_info`.
 
     Raises:
-        EngineError: Names all that is wrong and how to mend it.
+        EngineError: Names every problem and how to fix it.
     """
     demands = _DEMANDS | {"dtype": (settings.dtype, "tuner.dtype says so")}
     wrong = [
@@ -287,20 +286,18 @@ def check_server(name: str, info: Mapping[str, Any], settings: SglangSettings) -
         if info.get(field, _MISSING) != value
     ]
     if "sampling_mask_max_tokens" not in info:
-        wrong.append(
-            "it cannot list the tokens that top_k and top_p leave: install a later version"
-        )
+        wrong.append("it cannot list the tokens kept by top_k and top_p: install a later version")
     room = info.get("max_req_input_len", 0)
     if room < settings.max_model_len:
         wrong.append(
             f"max_req_input_len is {room}: set model.max_model_len, which is "
-            f"{settings.max_model_len}, to {room} at most, or start it with --context-length "
-            f"{settings.max_model_len + 6} and memory for that"
+            f"{settings.max_model_len}, to {room} or less, or start it with --context-length "
+            f"{settings.max_model_len + 6} and enough memory"
         )
     if wrong:
         raise EngineError(
-            f"{name} (version {info.get('version', 'unknown')}; this is written for 0.5.23) cannot "
-            "be used:\n" + "\n".join(f"- {line}" for line in wrong)
+            f"{name} (version {info.get('version', 'unknown')}; tested with 0.5.23) cannot be "
+            "used:\n" + "\n".join(f"- {line}" for line in wrong)
         )
 
 
@@ -315,14 +312,11 @@ def logprob_probe(temperature: float) -> dict[str, Any]:
 
 
 def check_logprobs(name: str, cool: Mapping[str, Any], hot: Mapping[str, Any]) -> None:
-    """Refuse a server whose log-probs are those of another temperature than it samples with.
+    """Reject a server whose log-probs belong to another temperature than it samples with.
 
     Args:
         cool, hot: Its answers to the probe at temperatures 1 and 2, which halves every difference
             of two log-probs.
-
-    Raises:
-        EngineError: SGLANG_RETURN_ORIGINAL_LOGPROB is set.
     """
     spread = [
         places[0][0][0] - places[0][-1][0]
@@ -340,12 +334,12 @@ _DATA, _DONE = "data: ", "[DONE]"
 
 
 class SglangServer(RemoteServer):
-    """An SGLang server at an address, that somebody else runs.
+    """An SGLang server that somebody else runs.
 
     Args:
-        url: As in `http://10.0.0.2:30000`.
-        key: Its --api-key; empty where it has none.
-        settings: What the run needs of it.
+        url: For example `http://10.0.0.2:30000`.
+        key: Its --api-key; empty if it has none.
+        settings: Requirements of the run.
     """
 
     def __init__(self, url: str, key: str, settings: SglangSettings) -> None:
@@ -355,13 +349,13 @@ class SglangServer(RemoteServer):
         self._widest = 0
 
     def start(self, weights: Weights) -> None:
-        """Give it the weights, as soon as it can be reached.
+        """Load the weights as soon as the server can be reached.
 
         Raises:
             EngineLostError: It cannot be reached for five minutes, or dies.
-            EngineError: It was not started as it must be, or cannot load them.
+            EngineError: It lacks a required flag or cannot load the weights.
         """
-        # Not /health, which generates and so fails where a run died in the middle of an update.
+        # Not /health, which generates and so fails if a run died in the middle of an update.
         self._wait_for("/server_info")
         info = self._ask("/server_info")
         check_server(self.name, info, self._settings)
@@ -378,7 +372,7 @@ class SglangServer(RemoteServer):
 
     def load(self, weights: Weights) -> None:
         """See `TokenServer.load`."""
-        # Whatever is left of requests that were cancelled would be computed with both.
+        # Leftovers of cancelled requests would be computed with both versions.
         self._ask("/pause_generation", {"mode": "abort"})
         try:
             self._ask(
@@ -397,7 +391,7 @@ class SglangServer(RemoteServer):
         self, prompt_ids: Sequence[int], sampling: SamplingParams, label: str
     ) -> AsyncGenerator[Sampled, None]:
         """See `TokenServer.stream`."""
-        # SGLang aborts every request whose id begins like this one: all are of one length.
+        # SGLang aborts every request whose id starts with this one, so all have the same length.
         rid = uuid.uuid4().hex
         end_ids, widest = self._settings.end_ids, self._widest
         body = {"rid": rid, **sglang_request(prompt_ids, sampling, end_ids, widest)}
@@ -431,19 +425,14 @@ class SglangServer(RemoteServer):
                 yield chunk
 
     def _check_weights(self, meta: Mapping[str, Any], label: str) -> None:
-        """Refuse tokens of other weights than were asked for.
-
-        Raises:
-            EngineLostError: The server has been started again since.
-            EngineError: Somebody else has loaded others.
-        """
+        """Reject tokens sampled with other weights than requested."""
         spans = meta.get("weight_versions") or ()
         others = {meta.get("weight_version"), *(span["version"] for span in spans)} - {label}
         if not others:
             return
         other = min(others, key=str)
         if other == self._first_version:
-            raise EngineLostError(f"{self.name} was started again: it has the weights {other!r}")
+            raise EngineLostError(f"{self.name} was restarted: it has the weights {other!r}")
         raise EngineError(
-            f"{self.name}: the weights {label} were asked for; it has {other!r}, of somebody else"
+            f"{self.name} has the weights {other!r} instead of {label}: another run loaded them"
         )

@@ -1,1 +1,1 @@
-"""The engine over a transformers model in this process."""
+"""Engine that runs a transformers model in this process."""

@@ -1,14 +1,14 @@
-"""Attention of several rows where what they have in common is attended to once.
+"""Attention over rows with shared prefixes, each prefix attended to once.
 
-Decoding is reading: a step computes little, and reads every key and value that a request attends
-to. Of tokens that n requests share (a system prompt, a task) the keys are read once for all, whose
-queries are one matrix product with them. Each row's own tokens stand beside, and of both, by their
-log-sum-exps L, comes the output over all keys, exactly:
+Decoding is bound by memory: a step computes little and reads every key and value that a request
+attends to. Keys of tokens that n requests share (a system prompt, a task) are read once for all n,
+whose queries form one matrix product with them. Each row attends to its own tokens separately, and
+the two outputs are combined exactly by their log-sum-exps L:
 
     output = w * output_shared + (1 - w) * output_own        w = sigmoid(L_shared - L_own)
 
 (Hydragen, Juravsky et al. 2024, arXiv 2402.05099; the trainer's trees are computed likewise.)
-Groups of groups are levels, each joined in turn:
+Prefixes nest in levels, which are joined one after the other:
 
     row 0   ─┐            ┌─ task A ─┐  own tokens 0
     row 1   ─┤            │          └  own tokens 1
@@ -16,9 +16,9 @@ Groups of groups are levels, each joined in turn:
     row 3   ─┘            └─ task B ─┘  own tokens 3
               level 0        level 1
 
-It reaches any model with "sdpa" attention as a mask: a `PrefixMask` stands where a 4-D mask would
-be, is carried through transformers' code as it is, and takes over when
-`scaled_dot_product_attention` meets it.
+It reaches any model with "sdpa" attention as a mask: a `PrefixMask` takes the place of a 4-D mask,
+passes unchanged through transformers' code, and takes over when `scaled_dot_product_attention`
+receives it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from tuner.engines.transformers.kv_cache import Level, Placement, Prefix, SlotCa
 flash: Callable[..., tuple[Tensor, Tensor]] = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 )
-"""Output and log-sum-exps of the scores: [B, heads, C, width] each, [B, heads, C]. It takes grouped
-heads as they are."""
+"""Output and log-sum-exps of the scores: [B, heads, C, width] each, [B, heads, C]. Supports grouped
+heads."""
 
 
 def chain(leaf: Prefix | None) -> list[Prefix]:
-    """A prefix and all that come before it, the last one first."""
+    """A prefix and all its ancestors, the prefix first."""
     found = []
     while leaf is not None:
         found.append(leaf)
@@ -49,7 +49,7 @@ def chain(leaf: Prefix | None) -> list[Prefix]:
 
 
 def levels_of(leaves: Sequence[Prefix | None], device: torch.device) -> tuple[Level, ...]:
-    """The prefixes of rows, each of which is given by its last one."""
+    """The levels of rows, each row given by its last prefix."""
     chains = [chain(leaf)[::-1] for leaf in leaves]
     levels = []
     for depth in range(max(map(len, chains), default=0)):
@@ -68,11 +68,11 @@ def levels_of(leaves: Sequence[Prefix | None], device: torch.device) -> tuple[Le
 
 
 class RowAttention:
-    """What the tokens of one pass attend to, for one kind of layer.
+    """Attention of the tokens of one pass, for one kind of layer.
 
     Args:
-        cache: Where keys and values are.
-        placement: Of the pass, with `own`.
+        cache: Holds keys and values.
+        placement: Placement of the pass, with `own`.
         positions: Shape [m, C].
         window: A query sees the last `window` positions up to its own; None is all of them.
         dtype: Of the attention scores.
@@ -93,7 +93,7 @@ class RowAttention:
         length, own = placement.kv_length, placement.own
         columns = own.shape[1]
         near = window is None or length <= window
-        # A pass over whole prompts of one length is causal attention, half the work of a mask's.
+        # Whole prompts of one length need causal attention only, half the work of a mask.
         self._causal = near and columns == length > 1 and placement.source is None
         alike = near and columns == 1 and bool((own == length - 1).all())
         self._own: Tensor | None = None
@@ -107,7 +107,7 @@ class RowAttention:
     def _hidden(
         self, level: Level, part: tuple[int, int, Prefix], positions: Tensor, window: int | None
     ) -> Tensor | None:
-        """What is added to the scores of a prefix, [n, C, 1, L]; None if all of it is seen."""
+        """Values added to the scores of a prefix, [n, C, 1, L]; None if all of it is visible."""
         if window is None:
             return None
         first, last, prefix = part
@@ -117,18 +117,18 @@ class RowAttention:
         return _additive(hidden, self._dtype) if bool(hidden.any()) else None
 
     def mask(self) -> PrefixMask:
-        """What stands for this in place of a mask."""
+        """The mask that carries this object through the model's code."""
         assert self._placement.own is not None
         rows, columns = self._placement.own.shape
-        # One number seen as many: models look at the shape of a mask, and at no number of this.
+        # One number expanded to the shape of a mask: models look at the shape and at no value.
         one = torch.zeros((), dtype=self._dtype, device=self._placement.own.device)
         stand_in = one.expand(rows, 1, columns, columns).as_subclass(PrefixMask)
         stand_in.attention = self
         return stand_in
 
     def of_written(self, query: Tensor, scale: float) -> Tensor:
-        """Attention of the layer that was written last: [m, heads, C, width], or where C is 1 with
-        the heads of one key beside each other, [m, kv_heads, heads / kv_heads, width]."""
+        """Attention of the layer written last: [m, heads, C, width], or if C is 1 with the heads of
+        one key side by side, [m, kv_heads, heads / kv_heads, width]."""
         assert self._placement.own is not None
         rows, columns = self._placement.own.shape
         heads = query.shape[1] * query.shape[2] // columns
@@ -145,8 +145,8 @@ class RowAttention:
         group = heads // kv_heads
         mask = self._own
         if columns == 1:
-            # Heads of one key as rows of one product. The mask is laid out once for all layers: the
-            # kernel takes a fifth longer over one that only looks so.
+            # Heads of one key as rows of one product. The mask is materialised once for all layers:
+            # the kernel takes a fifth longer with an expanded view.
             own = query.view(rows, kv_heads, group, width)
             if mask is not None and mask.shape[2] != group:
                 self._own = mask = mask[:, :, :1].repeat(1, 1, group, 1)
@@ -208,8 +208,8 @@ class RowAttention:
 
 
 def joined(output: Tensor, total: Tensor, other: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs [..., width] over two sets of keys and log-sum-exps [...] as those over both."""
-    # Of the two sums of exponentials the other's share: exp(L') / (exp(L) + exp(L')).
+    """Combine outputs [..., width] over two sets of keys, by their log-sum-exps [...]."""
+    # Share of the other set in the sum of exponentials: exp(L') / (exp(L) + exp(L')).
     share = torch.sigmoid(sums - total)[..., None]
     output = output.to(share.dtype).lerp(other.to(share.dtype), share)
     return output, torch.logaddexp(total, sums)
@@ -240,7 +240,7 @@ def _scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """What stands in for torch's function of this name when its mask is a `PrefixMask`."""
+    """Replaces torch's function of this name when its mask is a `PrefixMask`."""
     if attn_mask is None or attn_mask.attention is None or dropout_p or is_causal:
         raise ValueError("it changes the mask that it is given")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -254,7 +254,7 @@ MASK_ELEMENTS = 1 << 24
 def attention_mask(
     positions: Tensor, kv_length: int, window: int | None, dtype: torch.dtype
 ) -> Tensor:
-    """What each token may attend to, as an additive mask (understood by eager and sdpa alike).
+    """Additive mask of the tokens that each token may attend to (for eager and sdpa alike).
 
     Args:
         positions: Position of each query token in its row, shape [m, C].

@@ -1,4 +1,4 @@
-"""Any transformers causal LM as an engine, on the very weights that are being trained."""
+"""An engine over any transformers causal LM, using the weights that are being trained."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _SHORT_STEP = 0.02
-"""Seconds up to which a step runs on the event loop itself."""
+"""Steps of at most this many seconds run on the event loop."""
 _POLL = 0.0005
-"""Seconds between looks at whether a step in another thread has ended."""
+"""Seconds between checks whether a step in the worker thread has ended."""
 
 
 @dataclass(eq=False)
 class _Driver:
-    """The task that makes steps while an event loop has requests in flight."""
+    """The task that runs steps while an event loop has requests in flight."""
 
     wake: asyncio.Event
     task: asyncio.Task[None] | None = None
@@ -61,43 +61,43 @@ class _Driver:
 
 
 class TransformersEngine(RequestEngine):
-    """Generates with a transformers causal LM that somebody else may be training.
+    """Generates with a transformers causal LM that may be training at the same time.
 
     There is one copy of the weights: the engine reads the modules it is given. Requests are
-    admitted between any two tokens and sampled each with its own settings and random stream.
+    admitted between any two tokens, each with its own sampling settings and random stream.
 
-    Models with keys and values per token (full and sliding-window attention) are served many at
-    once with prefix reuse (`SlotRunner`), all others one after the other (`SoloRunner`); a log
-    line says so, and `batched` tells which. `deterministic=True` chooses the second way, whose
-    results are bit-identical whoever else is in flight.
+    Models with keys and values per token (full and sliding-window attention) serve many requests at
+    once with prefix reuse (`SlotRunner`); all others serve one after the other (`SoloRunner`),
+    which is logged and visible in `batched`. `deterministic=True` chooses the second way, whose
+    results are bit-identical whatever else is in flight.
 
-    Steps run on the event loop while they are short (an estimate below 20 ms) and in one worker
-    thread otherwise, so that agents stay responsive beside a large model; the thread takes turns
-    with agents that are always busy (`taking_turns`). For short steps that would be too slow:
-    `benchmarks/engine.py` measures a third of the tokens per second beside busy agents.
+    Steps run on the event loop while they are short (an estimate below 20 ms) and in a worker
+    thread otherwise, so that agents stay responsive next to a large model; the thread takes turns
+    with busy agents (`taking_turns`). For short steps the thread would be too slow:
+    `benchmarks/engine.py` measures a third of the tokens per second next to busy agents.
 
-    Any number of event loops may call `generate`, one after the other or at the same time from
-    several threads; the weights may change only inside `pause()`.
+    Any number of event loops may call `generate`, also at the same time from several threads; the
+    weights may change only inside `pause()`.
 
     Args:
-        model: Causal LM with "sdpa" or "eager" attention, or one that peft has wrapped for LoRA,
-            whose adapter is served as it is, unmerged; it is put in eval mode.
-        tokenizer: Its tokenizer: end-of-sequence id, and text for stop strings.
-        max_model_len: Prompt and completion tokens of one request at most.
-        max_slots: Requests computed at once at most; rows that they do not need keep finished
-            requests as prefix cache. Memory is taken as needed, per layer `2 * kv_heads * head_dim`
-            numbers for each token: with prefixes (on a CPU) of at most four times the tokens in
-            rows, otherwise of `max_slots` times the longest request.
+        model: Causal LM with "sdpa" or "eager" attention, optionally wrapped by peft for LoRA,
+            whose
+            adapter is served unmerged; it is put in eval mode.
+        tokenizer: Its tokenizer, for end-of-sequence ids and stop strings.
+        max_model_len: Maximum of prompt and completion tokens of one request.
+        max_slots: Maximum of requests computed at once; unused rows keep finished requests as
+            prefix cache. Memory is allocated as needed, per layer `2 * kv_heads * head_dim` numbers
+            for each token: with prefixes (on a CPU) at most four times the tokens in rows,
+            otherwise `max_slots` times the longest request.
         deterministic: Serve one request at a time, without prefix reuse.
-        version: Version of the weights as they are now.
-        prefill_tokens: Prompt tokens computed in one forward pass at most.
+        version: Version of the current weights.
+        prefill_tokens: Maximum of prompt tokens computed in one forward pass.
         enforce_eager: Record no CUDA graphs (`tuner.engines.transformers.passes`).
 
     Raises:
-        ConfigError: A size is not positive, `max_model_len` is more than the model can be computed
-            at in batches (`length_limit`), the attention implementation takes no mask, the
-            model's adapter is of a kind that acts on prompts, or the model generates something
-            else than a plain forward pass gives (an encoder's does).
+        ConfigError: A size is not positive; `max_model_len` is more than the model supports in
+            batches (`length_limit`); the attention implementation takes no mask; the adapter
+            modifies prompts; or the model is not generative (an encoder).
     """
 
     def __init__(
@@ -170,16 +170,16 @@ class TransformersEngine(RequestEngine):
         told = names_positions(model, probe_length(model.config))
         if isinstance(told, str):
             raise ConfigError(
-                f"{type(model).__name__} cannot generate what a plain forward pass gives: {told}. "
-                "If it is an encoder that can be a decoder, set is_decoder to true in its "
+                f"{type(model).__name__} does not generate what a plain forward pass gives: "
+                f"{told}. If it is an encoder that can be a decoder, set is_decoder to true in its "
                 "config.json"
             )
         solo = SoloRunner(model, self._guard, self._stats, names_positions=told)
         if deterministic:
             return solo
         _log.warning(
-            "%s cannot be served from rows of keys and values: %s. Requests are generated one "
-            "after the other, without prefix reuse.",
+            "%s cannot be served from rows of keys and values: %s. Requests are generated one at "
+            "a time, without prefix reuse.",
             type(model).__name__,
             row_pass,
         )
@@ -187,7 +187,7 @@ class TransformersEngine(RequestEngine):
 
     @property
     def failure(self) -> EngineError | None:
-        """None: a failed request says nothing of the next one."""
+        """Always None: a failed request does not affect the next one."""
         return None
 
     @property
@@ -197,7 +197,6 @@ class TransformersEngine(RequestEngine):
 
     @property
     def stats(self) -> EngineStats:
-        """Counts since the engine was made, as a copy."""
         return replace(
             self._stats,
             running=len(self._runner.active),
@@ -212,15 +211,7 @@ class TransformersEngine(RequestEngine):
         sink: TokenSink | None = None,
         so_far: Generation | None = None,
     ) -> Generation:
-        """Sample one completion; see `Engine.generate`.
-
-        Raises:
-            ContextLengthError: The prompt leaves no room for a single token.
-            ConfigError: A sampling setting is out of its range.
-            GrammarError: The sampling's grammar cannot be compiled or followed.
-            EngineError: The prompt is empty or has ids that the model does not know, a forward
-                pass failed, or the engine was closed.
-        """
+        """See `Engine.generate`."""
         check_sampling(sampling)
         form = await self._grammars.started(sampling.grammar) if sampling.grammar else None
         if self._closed:
@@ -239,13 +230,13 @@ class TransformersEngine(RequestEngine):
         try:
             return await request.future
         finally:
-            request.cancelled = True  # without effect on a finished one
+            request.cancelled = True  # no effect on a finished one
             self._in_flight.discard(request)
             driver.in_flight -= 1
 
     @asynccontextmanager
     async def pause(self) -> AsyncIterator[None]:
-        """Hold generation between two tokens while the block runs; blocks may be nested."""
+        """Hold generation between two tokens while the block runs; may be nested."""
         while not self._lock.acquire(blocking=False):  # noqa: ASYNC110  # held by threads too
             await asyncio.sleep(_POLL)
         self._pauses += 1
@@ -257,33 +248,29 @@ class TransformersEngine(RequestEngine):
                 self._pauses -= 1
             if not self._pauses:
                 for loop, driver in list(self._drivers.items()):
-                    with suppress(RuntimeError):  # a loop that was closed has nobody to wake
+                    with suppress(RuntimeError):  # a closed loop has nobody to wake
                         loop.call_soon_threadsafe(driver.wake.set)
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """Hold generation while the block runs: the weights are the trainer's own.
+        """Hold generation while the block runs, since the weights are the trainer's.
 
-        They will change, so cached keys and values are of no more use, and their memory is given
-        back before the update needs it.
+        They will change, so cached keys and values are useless; their memory is released before the
+        update needs it.
         """
         async with self.pause():
             self._runner.evict()
             yield
 
     async def update_weights(self, version: int) -> None:
-        """Serve the weights as they are now under `version`.
-
-        Every cached prefix is forgotten. Requests in flight compute prompt and completion so far
-        again before their next token, which is the first one of the new version.
-        """
+        """See `Engine.update_weights`. The next token of a request in flight is the first of the
+        new version."""
         async with self.pause():
             self._runner.evict()
             self._guard.remember()
             self._version = version
 
     async def close(self) -> None:
-        """Stop; requests in flight fail."""
         async with self.pause():
             self._closed = True
             self._fail(EngineError("the engine was closed while the request was in flight"))
@@ -294,7 +281,7 @@ class TransformersEngine(RequestEngine):
     # The loop of steps
 
     async def _drive(self, loop: asyncio.AbstractEventLoop, driver: _Driver) -> None:
-        """Make steps until no request of this event loop is in flight."""
+        """Run steps until no request of this event loop is in flight."""
         try:
             while driver.in_flight and not self._closed:
                 if self._pauses:
@@ -333,13 +320,13 @@ class TransformersEngine(RequestEngine):
         return ahead * self._prompt_token_seconds if ahead else self._decode_seconds
 
     def _take_in(self) -> None:
-        """Hand new requests to the runner and forget those that nobody waits for."""
+        """Hand new requests to the runner and drop abandoned ones."""
         while self._arrived:
             self._runner.waiting.append(self._arrived.popleft())
         self._runner.drop_abandoned()
 
     def _step(self) -> None:
-        """One forward pass, and its results to those who wait; never raises an Exception."""
+        """One forward pass; results go to the requests. Never raises an Exception."""
         with self._lock:
             if self._pauses or self._closed:
                 return
@@ -368,15 +355,15 @@ class TransformersEngine(RequestEngine):
             self._runner.evict()
             self._guard.remember()
             self._stats.unannounced_updates += 1
-        # Not inference_mode: tensors that a model keeps from a pass would be unfit for training.
+        # Not inference_mode: tensors that a model keeps from a pass could not be used in training.
         with torch.no_grad():
             return self._runner.step(self._version)
 
     def _measure(self, computed: int, seconds: float) -> None:
-        """Learn from a step how long the next one of its kind will take.
+        """Update the estimate of how long the next step of this kind takes.
 
-        In seconds of this thread, not of the clock: beside busy agents a step in the worker thread
-        waits for the interpreter most of the time, and would look too long for the event loop.
+        Measured in CPU seconds of this thread: next to busy agents a step in the worker thread
+        waits for the interpreter most of the time and would look too long for the event loop.
         """
         if computed:
             now = seconds / max(computed, FEW_TOKENS)
@@ -385,7 +372,7 @@ class TransformersEngine(RequestEngine):
             self._decode_seconds = _average(self._decode_seconds, seconds)
 
     def _fail(self, error: BaseException) -> None:
-        """Fail everything in flight and forget what was computed."""
+        """Fail every request in flight and drop all cached state."""
         self._runner.evict()
         self._runner.waiting.clear()
         self._runner.active.clear()

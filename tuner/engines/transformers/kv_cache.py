@@ -1,21 +1,21 @@
 """Keys and values of many requests.
 
-They are a cache that transformers models write to, with a row for each request. One layer's keys
-(values likewise) are one tensor [slots, capacity, kv_heads, head_dim]; row r, place t holds token t
-of the request in row r, or, where the first tokens of several requests are the same, token t behind
-those: they are stored once, as a `Prefix`. So is what one request has more than the others, since
-all rows have room for as many tokens. A forward pass computes new tokens for the contiguous
-rows [first, last) and attends to the first `kv_length` places of each:
+A cache that transformers models write to, with a row for each request. One layer's keys (likewise
+values) are one tensor [slots, capacity, kv_heads, head_dim]; row r, place t holds token t of the
+request in row r. First tokens that several requests share are stored once, as a `Prefix`; row and
+place then count from behind it. The part of a long request that exceeds the others is also stored
+as a prefix, since all rows have the same capacity. A forward pass computes new tokens for the
+contiguous rows [first, last) and attends to the first `kv_length` places of each:
 
          prefixes     place 0 ............ kv_length ... capacity      one place more, never read
                   ┌ row first  k k k k k N . . . . .  |                  k computed before
     s s s s s s s ┤     ...    k k N N N N N N . . .  |                  N written by this pass
                   └ row last-1 k k k k k k k k k k N  |                  . masked
 
-The model gets a view of that block and not a copy, but for recorded prompts (`graphs`). Where there
-are prefixes it gets none: attention takes all of it from here (`cascade`). In memory the tokens of
-one head are next to each other, as attention reads them: for 64 rows of 100 to 228 tokens its
-kernel took 0.53 times as long as where the heads of one token are.
+The model gets a view of that block and not a copy, except for recorded prompts (`graphs`). With
+prefixes it gets neither: attention reads everything from here (`cascade`). In memory the tokens of
+one head are adjacent, as attention reads them: for 64 rows of 100 to 228 tokens the kernel takes
+0.53 times as long as with adjacent heads.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 @dataclass(eq=False)
 class Prefix:
-    """Tokens [start, end) of one row or several, behind those of `parent`, stored once.
+    """Tokens [start, end) of one or several rows, behind those of `parent`, stored once.
 
     Attributes:
-        parent: What comes before; None at the beginning.
-        keys, values: Of each layer, shape [1, kv_heads, end - start, head_dim].
+        parent: The prefix before it; None at the beginning.
+        keys, values: For each layer, shape [1, kv_heads, end - start, head_dim].
     """
 
     parent: Prefix | None
@@ -45,7 +45,7 @@ class Prefix:
     values: list[Tensor]
 
     def split(self, at: int) -> Prefix:
-        """Cut in two at a position; this one keeps what is behind, the new parent is returned."""
+        """Cut in two; this object keeps the part from `at` on, the new parent is returned."""
         length = at - self.start
         before = [[states[:, :, :length] for states in all_] for all_ in (self.keys, self.values)]
         self.keys, self.values = (
@@ -56,7 +56,7 @@ class Prefix:
         return self.parent
 
     def with_parent(self) -> Prefix:
-        """Both as one, of which the parent is no part of another."""
+        """Join with the parent, which must be part of no other prefix."""
         assert self.parent is not None
         before, own = (self.parent.keys, self.parent.values), (self.keys, self.values)
         states = (
@@ -68,10 +68,10 @@ class Prefix:
 
 @dataclass(frozen=True)
 class Level:
-    """Prefixes of which each row has one at most.
+    """Prefixes of which each row has at most one.
 
     Attributes:
-        rows: Those that have one, in the order of `parts`; None if they are all rows in order.
+        rows: The rows that have one, in the order of `parts`; None for all rows in order.
         parts: [first, last) of those rows, and their prefix.
     """
 
@@ -81,17 +81,17 @@ class Level:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the tokens of one forward pass go.
+    """Where the tokens of one forward pass are stored.
 
     Attributes:
-        rows: That the pass computes: consecutive ones, of which the model gets a view, or the
-            indices of any, which are copied.
-        kv_length: Positions that are attended to.
-        target: For every token that is written its place `row * width + position`, shape [N].
-        source: The places of those tokens in the flattened input [m * C], shape [N]; None when the
+        rows: Rows of the pass: consecutive ones, of which the model gets a view, or any indices,
+            which are copied.
+        kv_length: Number of positions attended to.
+        target: For every written token its place `row * width + position`, shape [N].
+        source: Index of each of those tokens in the flattened input [m * C], shape [N]; None if the
             input has no padding.
-        own: Of each token of the input its place in its row, shape [m, C]. None where attention is
-            the model's own, over a view of the rows with a mask; rows have no prefixes then.
+        own: For each input token its place in its row, shape [m, C]. None if the model computes
+            attention itself, over a view of the rows with a mask; rows have no prefixes then.
         levels: The prefixes of the rows.
     """
 
@@ -119,8 +119,8 @@ class SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write the new states [m, kv_heads, C, head_dim]; return the block that is attended to,
-        or where attention takes it from here what was given."""
+        """Write the new states [m, kv_heads, C, head_dim]; return the block to attend to, or the
+        given states if attention reads from here."""
         place = self._store.placement
         self.write(*(self._flat(states, place) for states in (key_states, value_states)))
         if place.own is None:
@@ -155,23 +155,23 @@ class SlotLayer(CacheLayerMixin):
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        # Asked for only when a model makes its own mask; ours is always given.
+        # Used only when a model makes its own mask; ours is always given.
         raise RuntimeError("a slot cache needs an explicit attention mask")
 
 
 _NOWHERE = Placement(slice(0, 0), 0, torch.empty(0, dtype=torch.long), None)
 _TOGETHER = 16
-"""Keys or values of so many layers are one block of memory: few, so that a row is moved with few
-operations; several, so that growing takes little more than what is grown."""
+"""Number of layers whose keys or values share one block of memory: enough that moving a row takes
+few operations, few enough that growing needs little extra memory."""
 
 
 class SlotCache(Cache):
     """All layers' rows. Rows and capacity grow by doubling; nothing is allocated ahead of need."""
 
     places: tuple[Tensor, Tensor]
-    """Row and place in it of every token that the pass writes, shape [N] each."""
+    """Row and place of every token that the pass writes, shape [N] each."""
     written: SlotLayer
-    """The layer whose turn it is, where attention takes keys and values from here."""
+    """The layer written last, if attention reads keys and values from here."""
 
     def __init__(self, layers: int, slots: int, capacity: int) -> None:
         self.slots = slots
@@ -182,7 +182,7 @@ class SlotCache(Cache):
 
     @property
     def placement(self) -> Placement:
-        """Where the tokens of the pass go."""
+        """Placement of the pass's tokens."""
         return self._placement
 
     @placement.setter
@@ -192,18 +192,18 @@ class SlotCache(Cache):
 
     @property
     def width(self) -> int:
-        """Places of a row: those of its tokens, and one more for a token that counts nothing."""
+        """Places of a row: its capacity, plus one for padding tokens."""
         return self.capacity + 1
 
     @property
     def token_bytes(self) -> int:
-        """Of the keys and values of one token in one layer; 0 as long as there are none."""
+        """Bytes of keys and values of one token in one layer; 0 before the first write."""
         states = self.rows[0].keys
         return 0 if states is None else 2 * states[0, 0].nbytes
 
     @property
     def together(self) -> bool:
-        """Whether what is stored is in few blocks; `grow` sees to it, of the same size too."""
+        """Whether storage is in few blocks; `grow` makes it so, also without a change of size."""
         return bool(self._blocks) or not self._stored()
 
     def grow(self, slots: int, capacity: int) -> None:
@@ -220,8 +220,8 @@ class SlotCache(Cache):
             self._blocks.append(block)
 
     def zeros(self, states: Tensor, *layers: int) -> Tensor:
-        """Room for keys or values like `states` [..., kv_heads, head_dim]: [*layers, slots, width,
-        kv_heads, head_dim]. Zeros, because a masked place still takes part in attention with
+        """Storage for keys or values like `states` [..., kv_heads, head_dim]: [*layers, slots,
+        width, kv_heads, head_dim]. Zeros, because a masked place takes part in attention with
         weight 0, and 0 * NaN is NaN."""
         heads, head_dim = states.shape[-2:]
         shape = (*layers, self.slots, heads, self.width, head_dim)
@@ -240,8 +240,8 @@ class SlotCache(Cache):
             block[:, other, :length] = kept
 
     def seal(self, row: int, parent: Prefix | None, length: int, behind: int) -> Prefix:
-        """Take the first `length` tokens out of a row, for several to share; the `behind` tokens
-        that it has behind them move up."""
+        """Move the first `length` tokens of a row into a new shared prefix; the `behind` tokens
+        after them move to the front of the row."""
         start = parent.end if parent is not None else 0
         keys, values = (
             [
@@ -265,12 +265,12 @@ class SlotCache(Cache):
             layer.values[row, :length] = values[0, :, :length].transpose(0, 1)
 
     def clear(self) -> None:
-        """Forget everything, so that not even a NaN of earlier weights is left behind."""
+        """Clear everything, so that not even a NaN of earlier weights remains."""
         for block in self._parts():
             block.zero_()
 
     def release(self, slots: int, capacity: int) -> None:
-        """Forget everything and give its memory back."""
+        """Clear everything and release its memory."""
         self.slots, self.capacity = slots, capacity
         self._blocks = []
         self.placement = _NOWHERE
@@ -278,13 +278,13 @@ class SlotCache(Cache):
             layer.keys = layer.values = None
 
     def _parts(self) -> list[Tensor]:
-        """All that is stored, shape [layers, slots, width, kv_heads, head_dim] each."""
+        """All storage, shape [layers, slots, width, kv_heads, head_dim] each."""
         return self._blocks or [
             getattr(layer, name)[None] for layers in self._stored() for layer, name in layers
         ]
 
     def _stored(self) -> list[list[tuple[SlotLayer, str]]]:
-        """Keys and values that are stored, those of one shape and dtype together."""
+        """Stored keys and values, grouped by shape and dtype."""
         alike: dict[Any, list[tuple[SlotLayer, str]]] = {}
         for layer in self.rows:
             for name in ("keys", "values"):

@@ -1,4 +1,4 @@
-"""What a model's configuration says of its layers: how far they see, how wide their heads are."""
+"""Properties of a model's layers from its configuration: windows, widths, length limits."""
 
 from __future__ import annotations
 
@@ -10,22 +10,19 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 _FEW = 256
-"""Tokens up to which a comparison with a plain forward pass costs next to nothing."""
+"""Up to this many tokens a comparison with a plain forward pass is cheap."""
 _LENGTH = re.compile("(window|chunk)(_size)?$|original_max_position")
-"""Keys of a configuration that say how far a token is seen; "max_window_layers" is none."""
+"""Configuration keys that say how far a token sees; "max_window_layers" is not one."""
 
 
 def length_limit(config: Any) -> tuple[int, str] | None:
-    """Up to how many positions a model computes a sequence as it is alone, and what it does
-    beyond; None where it always does.
+    """The number of positions up to which batching does not change a sequence's computation, and
+    what happens beyond; None without such a limit.
 
     transformers takes the frequencies of RoPE `longrope` and `dynamic` from the largest position in
-    the whole pass, so one long row would change every other row beside it, and what a cache keeps
-    would be of other frequencies than what comes after. Doge attends to the keys that score highest
-    by their tokens: equal tokens score the same, and which of them it takes depends on the pass.
-
-    Args:
-        config: The model's, as transformers has it.
+    the whole pass, so one long row would change every other row, and cached keys would have other
+    frequencies than later ones. Doge attends to the highest-scoring keys: equal tokens score the
+    same, and which of them it takes depends on the pass.
     """
     config = config.get_text_config(decoder=True)
     kept = getattr(config, "keep_window_size", None)
@@ -54,8 +51,8 @@ def length_limit(config: Any) -> tuple[int, str] | None:
 
 
 def probe_length(config: Any) -> int:
-    """Tokens of a row that goes past every window and chunk that a model's configuration names,
-    of those that are short; larger ones would cost too much to try."""
+    """Number of tokens of a row that exceeds every short window and chunk in a model's
+    configuration; larger ones would cost too much to try."""
     config = config.get_text_config(decoder=True)
     length = 6 + max((n for n in _named_lengths(config.to_dict()) if n <= _FEW), default=0)
     limit = length_limit(config)
@@ -115,6 +112,5 @@ def layer_configs(config: Any) -> list[Any]:
 
 
 def head_width(config: Any) -> int:
-    """Numbers of one attention head, as a layer's configuration has it."""
     width = getattr(config, "head_dim", None)
     return int(width or config.hidden_size // config.num_attention_heads)

@@ -1,4 +1,4 @@
-"""One forward pass over rows of keys and values, in the quickest way that is right for a model."""
+"""One forward pass over rows of keys and values, by the fastest exact method for a model."""
 
 from __future__ import annotations
 
@@ -29,18 +29,20 @@ from tuner.engines.transformers.kv_cache import Placement, SlotCache
 from tuner.engines.transformers.model_shape import layer_windows, probe_length
 from tuner.errors import ConfigError
 
-# The forward pass of a decoder of the plain kind, with little around its matrix products.
+# The forward pass of a plain decoder, with little overhead around its matrix products.
 #
-# For one token of a small model most of the time of transformers' own code goes into what is around
-# the products: norms and rotations of many small operations, keyword arguments handed from module
-# to module. Llama, Qwen 2 and 3, Mistral and their like are all the same few lines:
+# For one token of a small model, transformers' own code spends most of its time around the
+#     products:
+# norms and rotations of many small operations, keyword arguments passed from module to module.
+# Llama,
+# Qwen 2 and 3, Mistral and similar models all compute the same few lines:
 #
 #     h = h + o(attention(rotate(norm(q)), rotate(norm(k)), v))       q, k, v of norm(h)
 #     h = h + mlp(norm(h))
 #
-# These lines stand here, over the model's own modules, so weights, adapters and experts are
-# whatever they are there. Which model is of this kind is seen by the names of its modules, and
-# believed when its logits are those of its own code (`row_pass`).
+# These lines are here, over the model's own modules, so weights, adapters and experts are the
+# model's. A model qualifies by the names of its modules, and only if the logits equal those of its
+# own code (`row_pass`).
 
 
 Map = Callable[[Tensor], Tensor]
@@ -71,8 +73,8 @@ class PlainDecoder:
     """A model's forward pass over rows whose attention is a `RowAttention`.
 
     Args:
-        model: Of which `is_plain` holds.
-        windows: By kind of layer; of one kind are all.
+        model: `is_plain` must hold.
+        windows: By kind of layer; covers all layers.
     """
 
     def __init__(self, model: PreTrainedModel, windows: Mapping[str, int | None]) -> None:
@@ -88,14 +90,14 @@ class PlainDecoder:
             _layer(layer, kind) for layer, kind in zip(decoder.layers, kinds, strict=True)
         ]
         self._width: int = decoder.layers[0].self_attn.head_dim
-        # Those whose own code is not run.
+        # Modules whose own code is not run.
         self._passed = [inner, decoder, decoder.norm]
         for layer in decoder.layers:
             self._passed += [layer, layer.self_attn, *_norms(layer)]
 
     @property
     def hooked(self) -> bool:
-        """Whether somebody watches a module whose own code would not run."""
+        """Whether a module whose own code would not run has hooks."""
         return any(module._forward_hooks or module._forward_pre_hooks for module in self._passed)
 
     def __call__(
@@ -106,8 +108,7 @@ class PlainDecoder:
         positions: Tensor,
         placement: Placement,
     ) -> Tensor:
-        """Logits of the last column: ids and positions [m, C] -> [m, V]. What is padding is only
-        attended with."""
+        """Logits of the last column: ids and positions [m, C] -> [m, V]."""
         rows, columns = ids.shape
         source = placement.source
         if source is not None:
@@ -149,7 +150,7 @@ class PlainDecoder:
 
 
 def is_plain(model: PreTrainedModel) -> bool:
-    """Whether a model has the modules of a plain decoder, and no other."""
+    """Whether a model has exactly the modules of a plain decoder."""
     inner: Any = model
     if not (_has(inner, _MODEL) and _has(inner.model, _DECODER)):
         return False
@@ -199,8 +200,8 @@ def _layer(layer: Any, kind: str) -> _Layer:
 
 
 def _norm(module: Any) -> Map:
-    """A root-mean-square norm in few operations. In half precision the module's own: it rounds in
-    between."""
+    """A root-mean-square norm in few operations. In half precision the module's own, which rounds
+    in between."""
     weight = module.weight
     if weight.dtype not in (torch.float32, torch.float64):
         return module  # type: ignore[no-any-return]
@@ -209,7 +210,7 @@ def _norm(module: Any) -> Map:
 
     def normed(x: Tensor) -> Tensor:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        # The weight is looked up each time: it may be another one since.
+        # The weight is looked up each time, since it may be replaced.
         scale = torch.rsqrt(torch.addcmul(least, length, length, value=share))
         found: Tensor = x * scale * module._parameters["weight"]
         return found
@@ -217,28 +218,28 @@ def _norm(module: Any) -> Map:
     return normed
 
 
-# Passes over few tokens of each row, of few shapes, recorded once as CUDA graphs and replayed.
+# Passes over few tokens of each row, recorded as CUDA graphs for a few shapes and replayed.
 #
-# A step of one token per request is a thousand small kernels, and asking for them one by one takes
-# Python longer than they take the GPU. A graph is asked for at once, but has fixed shapes and
-# places in memory. So rows, columns and length are rounded up:
+# A step of one token per request is a thousand small kernels, and launching them from Python takes
+# longer than they take on the GPU. A graph is launched at once, but has fixed shapes and addresses.
+# So rows, columns and length are rounded up:
 #
 #     3 requests, the longest of 130 tokens      computed: 4 rows, 256 positions
 #     the next turn of 3 agents, 20 tokens each            4 rows of 32 columns, 256 positions
 #
-# A token too many is read by nobody, and its keys and values go to the place behind the last
-# position of the row, which nothing attends to. Decoded are always the first rows of the cache;
-# prompts are in any rows, whose keys and values a graph copies together.
+# Nobody reads a padding token, and its keys and values go to the place behind the last position of
+# the row, which nothing attends to. Decoding uses the first rows of the cache; prompts may be in
+# any rows, whose keys and values a graph gathers.
 
 
 _log = logging.getLogger(__name__)
 
 _SHORTEST = 128
-"""Positions that every graph attends to at least."""
+"""Minimum number of positions that a graph attends to."""
 _PROMPTS = 4, 16
-"""Rows and columns that a graph over prompts has at least."""
+"""Minimum number of rows and columns of a graph over prompts."""
 _TOKENS = 1 << 12
-"""Tokens that a graph computes at most; a pass over more takes the GPU longer than Python."""
+"""Maximum number of tokens of a graph; a larger pass takes the GPU longer than Python."""
 
 
 @dataclass(frozen=True)
@@ -254,11 +255,11 @@ class _Recorded:
 
 
 class PassGraphs:
-    """One graph for each number of rows, columns and positions that has been needed.
+    """One graph for each combination of rows, columns and positions in use.
 
     Args:
         compute: Ids and positions [m, C], and where they are -> logits [m, V].
-        cache: Where keys and values are; `forget` when it has grown.
+        cache: Holds keys and values; call `forget` when it has grown.
         device: A GPU. On a CPU the same shapes are computed, and nothing is recorded.
     """
 
@@ -277,10 +278,11 @@ class PassGraphs:
         self._usable = True
 
     def forget(self, holds: Hashable = None) -> None:
-        """Drop the graphs; not those of weights that are where they were, as `holds` says."""
+        """Drop the graphs, except those whose weights are still at the same address, as `holds`
+        says."""
         if holds is None or holds != self._holds:
             self._recorded.clear()
-            self._pool = None  # one that all graphs have left cannot be used again
+            self._pool = None  # a pool that all graphs have left cannot be used again
         self._holds = holds or self._holds
 
     def logits(
@@ -292,12 +294,12 @@ class PassGraphs:
     ) -> Tensor | None:
         """Logits after the last of C more tokens in each of m rows, [m, C] each -> [m, V].
 
-        They are overwritten by the next step. None where there are too many tokens for it to be
-        worth while, or the model's code cannot be recorded, which is found out at the first step.
+        The next step overwrites them. None if there are too many tokens for a graph to pay, or the
+        model's code cannot be recorded, which is found out at the first step.
 
         Args:
-            first: Of these rows in the cache; 0 if C is 1.
-            positions: 0 for tokens that are not `real`, which come first in a row.
+            first: First of the rows in the cache; 0 if C is 1.
+            positions: 0 for tokens that are not `real`; those come first in a row.
         """
         cache, (count, width) = self._cache, ids.shape
         decodes = first == 0 and width == 1
@@ -309,7 +311,7 @@ class PassGraphs:
         if not (self._usable and (decodes or few)):
             return None
         inputs = np.zeros((4, rows, columns), dtype=np.int64)
-        # Rows too many are others of the cache.
+        # Surplus rows are other rows of the cache.
         inputs[3] = (np.arange(first, first + rows) % cache.slots)[:, None]
         inputs[2] = inputs[3] * cache.width + cache.capacity
         inputs[:2, :count, -width:] = ids, positions
@@ -322,9 +324,9 @@ class PassGraphs:
         if recorded is None:
             try:
                 recorded = self._record(values, length, decodes=decodes)
-            except Exception as error:  # whatever a model's own code asks the GPU for
+            except Exception as error:  # a model's own code may ask the GPU for anything
                 _log.warning(
-                    "generation is slower than it could be: the model's pass cannot be "
+                    "generation is slower than possible: the model's pass cannot be "
                     "recorded as a CUDA graph (%s: %s)",
                     type(error).__name__,
                     error,
@@ -344,8 +346,8 @@ class PassGraphs:
         return self._compute(ids, positions, placement)
 
     def _record(self, inputs: Tensor, length: int, *, decodes: bool) -> _Recorded:
-        # What libraries set up at first use must not be part of the graph; for later graphs it is
-        # there. A step may be repeated: it writes the same again.
+        # What libraries set up at first use must not be part of the graph. Running the step before
+        # recording is safe: it writes the same values again.
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -359,7 +361,7 @@ class PassGraphs:
         return _Recorded(inputs, logits, graph)
 
     def _recover_generator(self) -> None:
-        """A recording that fails leaves torch's generator of the device unusable."""
+        """A failed recording leaves torch's generator of the device unusable."""
         generator = torch.cuda.default_generators[self._device.index or 0]
         fresh = torch.Generator(self._device)
         fresh.manual_seed(generator.initial_seed())
@@ -367,20 +369,19 @@ class PassGraphs:
 
 
 def _rounded(number: int) -> int:
-    """The power of two that is not smaller."""
+    """Round up to a power of two."""
     return 1 << (number - 1).bit_length()
 
 
-# Noticing that shared weights have changed, so that no cached key or value outlives them.
+# Detecting changes of the shared weights, so that no cached key or value outlives them.
 #
 # peft puts an adapter's layers inside the model, so the transformers model inside the wrapper
-# already computes with the adapter; the engine and the trainer work on that one and stay free of
-# peft.
+# already computes with the adapter; engine and trainer use that one and need no peft.
 #
-# The engine shares its weights with a trainer, which changes them in place. A trainer that forgets
-# `update_weights` must not get keys and values of the old weights mixed with the new ones, so the
-# weights are looked at before and after every forward pass. What catches which change (checked by
-# tests):
+# The engine shares its weights with a trainer, which changes them in place. If the trainer forgets
+# `update_weights`, keys and values of old weights must not be mixed with new ones, so the weights
+# are
+# checked before and after every forward pass. Which change is caught by what (tested):
 #
 # | change | caught by |
 # |---|---|
@@ -390,42 +391,42 @@ def _rounded(number: int) -> int:
 # | AdamW (fused), `p.data.add_()`, kernels writing through a pointer | probe of the values |
 # | an adapter switched on or off, merged, scaled | the layers' switches |
 #
-# The probe is the first elements of every parameter that is being trained: a change that leaves all
-# of those as they were and touches no version counter goes unnoticed.
+# The probe is the first elements of every trained parameter: a change that leaves all of those
+# alone and touches no version counter goes unnoticed.
 
 
 def causal_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside one that is wrapped for LoRA, or the model itself."""
+    """The transformers model inside a LoRA wrapper, or the model itself."""
     inner: Any = model
     found: PreTrainedModel = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
     return found
 
 
 def served_model(model: nn.Module) -> PreTrainedModel:
-    """The `causal_model` of one that an engine can serve.
+    """Like `causal_model`, after checking that an engine can serve it.
 
     Raises:
-        ConfigError: The adapter works from outside the model's layers (learned prompts, or LoRA
-            that is switched on by tokens), so the model inside would generate without it.
+        ConfigError: The adapter works outside the model's layers (learned prompts, or LoRA
+            switched on by tokens), so the inner model would generate without it.
     """
     adapter: Any = getattr(model, "active_peft_config", None)
     if adapter is not None and (
         adapter.is_prompt_learning or getattr(adapter, "alora_invocation_tokens", None)
     ):
         raise ConfigError(
-            f"the model's adapter, a {type(adapter).__name__}, acts on prompts and not in the "
-            "layers alone, which the engine does not serve; use LoRA without "
+            f"the model's adapter, a {type(adapter).__name__}, changes prompts or is switched on "
+            "by tokens, which the engine does not support; use LoRA without "
             "alora_invocation_tokens"
         )
     return causal_model(model)
 
 
 _PROBE = 4
-"""Elements looked at in each trained parameter."""
+"""Number of elements checked in each trained parameter."""
 
 
 class WeightsGuard:
-    """Remembers the weights of `model` without copying them; about 20 us per look on a CPU."""
+    """Detects changes of `model`'s weights without copying them; about 20 us per check on a CPU."""
 
     def __init__(self, model: nn.Module) -> None:
         self._places: list[tuple[dict[str, Any], str]] = [
@@ -440,8 +441,8 @@ class WeightsGuard:
         self.remember()
 
     def remember(self) -> None:
-        """Take the weights as they are now for unchanged."""
-        # Held, so that the id of a parameter cannot become another one's.
+        """Remember the current weights."""
+        # Kept alive, so that no other parameter can get the same id.
         self._parameters = [place[name] for place, name in self._places]
         self._state = self._look()
         self._on = self._switches()
@@ -450,7 +451,7 @@ class WeightsGuard:
         self._probe = self._values()
 
     def changed(self) -> bool:
-        """Whether the weights differ from those last remembered."""
+        """Whether the weights differ from the remembered ones."""
         return (
             self._look() != self._state
             or self._switches() != self._on
@@ -466,8 +467,8 @@ class WeightsGuard:
         return [(id(p), p._version, p.data_ptr()) for p in parameters]
 
     def _switches(self) -> list[Hashable]:
-        """Equal as long as the same adapters are on, at the same strength, merged or not; none of
-        the parameters changes when they are switched."""
+        """Equal as long as the same adapters are on, with the same scale, merged or not; switching
+        them changes no parameter."""
         return [
             (
                 layer._disable_adapters,
@@ -483,7 +484,7 @@ class WeightsGuard:
         return torch.cat(self._views).view(torch.uint8)
 
 
-# The simple way of serving requests: one at a time.
+# Serving requests one at a time.
 
 
 def forward_options(model: PreTrainedModel) -> dict[str, Any]:
@@ -496,11 +497,11 @@ def forward_options(model: PreTrainedModel) -> dict[str, Any]:
 def continued(
     model: PreTrainedModel, ids: Tensor, cache: Any, first: int | None
 ) -> tuple[Tensor, Any]:
-    """Logits after the last of `ids` [1, C], which continue what is cached, [1, V]; and the cache
-    with them, None where the model keeps none.
+    """Logits [1, V] after the last of `ids` [1, C], which continue the cached tokens; and the
+    updated cache, None if the model keeps none.
 
     Args:
-        first: Position of the first of them; None where the model knows it from the cache.
+        first: Position of the first id; None if the model knows it from the cache.
     """
     names = inspect.signature(model.forward).parameters
     name = "cache_params" if "cache_params" in names else "past_key_values"
@@ -517,8 +518,8 @@ def names_positions(model: PreTrainedModel, length: int) -> bool | str:
     """Compare generation with a plain forward pass over `length` tokens.
 
     Returns:
-        Whether a pass that continues a cache has to be told its positions (Bamba takes them to
-        begin at 0 otherwise); or what differs either way.
+        Whether a pass that continues a cache needs explicit positions (Bamba otherwise starts at
+        0); or a sentence about the difference if both ways differ.
     """
     ids = torch.arange(length, device=model.device) * 7 + 3
     ids = ids[None] % model.config.get_text_config(decoder=True).vocab_size
@@ -532,7 +533,7 @@ def names_positions(model: PreTrainedModel, length: int) -> bool | str:
                 logits, cache = continued(model, ids[:, first:end], cache, first if told else None)
                 got.append(logits)
             found = differ(torch.cat(got), wanted)
-        except Exception as error:  # whatever a model's own code makes of a cache
+        except Exception as error:  # a model's own code may fail in any way
             found = f"its forward pass fails ({type(error).__name__}: {error})"
         if found is None:
             return told
@@ -541,7 +542,7 @@ def names_positions(model: PreTrainedModel, length: int) -> bool | str:
 
 
 def differ(got: Tensor, wanted: Tensor) -> str | None:
-    """Whether logits [T, V] are others than rounding makes them."""
+    """A sentence if logits [T, V] differ by more than rounding."""
     allowed = 1e-3 if got.dtype in (torch.float32, torch.float64) else 0.25
     difference = float((got.float() - wanted.float()).abs().max() / wanted.float().std())
     if difference > allowed:
@@ -550,13 +551,13 @@ def differ(got: Tensor, wanted: Tensor) -> str | None:
 
 
 class SoloRunner:
-    """Serves requests in the order they come, each alone from its first token to its last.
+    """Serves requests in order, each alone from its first token to its last.
 
-    For two purposes. Models whose layers keep something else than keys and values per token
-    (linear attention, state spaces, shared or compressed caches) cannot be served from rows. And
-    a deterministic run needs numbers that do not depend on who else is in flight: every forward
-    pass here has a batch of one and no reused prefix, so equal requests give bit-identical
-    results. It costs the throughput of batching and every shared prefix.
+    Used for two purposes. Models whose layers keep something other than keys and values per token
+    (linear attention, state spaces, shared or compressed caches) cannot be served from rows. And a
+    deterministic run needs numbers that do not depend on other requests: every forward pass here
+    has a batch of one and no reused prefix, so equal requests give bit-identical results. The cost
+    is the throughput of batching and every shared prefix.
     """
 
     def __init__(
@@ -576,25 +577,24 @@ class SoloRunner:
         self._cache: Any = None
 
     def tokens_ahead(self) -> int:
-        """How many prompt tokens the next step computes at most; 0 if it continues completions."""
+        """Maximum of prompt tokens that the next step computes; 0 if it continues completions."""
         if self._cache is not None:
             return 0
         ahead = self.active or list(self.waiting)[:1]
         return sum(len(request.token_ids()) for request in ahead)
 
     def drop_abandoned(self) -> None:
-        """Forget requests that nobody waits for."""
         self.waiting = deque(request for request in self.waiting if not request.abandoned)
         if self.active and self.active[0].abandoned:
             self.active = []
             self._cache = None
 
     def evict(self) -> None:
-        """Forget what was computed under earlier weights; a request in flight starts it afresh."""
+        """Drop what was computed with earlier weights; a request in flight computes it again."""
         self._cache = None
 
     def step(self, version: int) -> list[Request]:
-        """Run one forward pass and sample; returns the requests that are finished."""
+        """Run one forward pass and sample; returns the finished requests."""
         if not self.active:
             if not self.waiting:
                 return []
@@ -627,9 +627,9 @@ class RowPass:
     Args:
         windows: For each kind of layer ("full_attention", "sliding_attention") in the model its
             window, None for unlimited.
-        shares: Rows may have prefixes, and attention is ours (`cascade`); otherwise it is the
-            model's, over a view of the rows.
-        plain: The model's code, but for its modules with weights, is ours too (`plain_decoder`).
+        shares: Rows may have prefixes, and we compute attention (`cascade`); otherwise the model
+            does, over a view of the rows.
+        plain: We run the model's layers ourselves (`PlainDecoder`).
     """
 
     def __init__(
@@ -680,7 +680,7 @@ class RowPass:
 
 
 def row_pass_of(model: PreTrainedModel) -> RowPass | str:
-    """How to serve a model from rows of keys and values; or why that cannot be.
+    """The method to serve a model from rows of keys and values, or a sentence why it cannot be.
 
     Raises:
         ConfigError: Its attention implementation takes no mask.
@@ -706,8 +706,8 @@ def row_pass_of(model: PreTrainedModel) -> RowPass | str:
 def _ways(
     model: PreTrainedModel, windows: dict[str, int | None], *, ours: bool
 ) -> Iterator[RowPass]:
-    """The quickest first. The kernel that ours is built of is one of the CPU's; on a GPU steps are
-    recorded, which makes what is around the products cheap there."""
+    """Candidate methods, fastest first. Our attention needs a kernel of the CPU; on a GPU steps are
+    recorded, which makes the overhead around the products cheap."""
     if ours and model.device.type == "cpu":
         if is_plain(model):
             yield RowPass(model, windows, shares=True, plain=True)
@@ -717,16 +717,16 @@ def _ways(
 
 @torch.no_grad()
 def rows_agree(model: PreTrainedModel, row_pass: RowPass) -> str | None:
-    """Compare passes over rows with a plain forward pass; None if they agree, else what differs.
+    """Compare passes over rows with a plain forward pass; None if they agree, else the difference.
 
-    For models whose code does something of its own with positions, masks or the cache (ALiBi,
-    for example) and does not say so in its configuration.
+    Needed for models whose code treats positions, masks or the cache in its own way (ALiBi, for
+    example) without saying so in the configuration.
     """
     device = model.device
     length = probe_length(model.config)
     ids = (torch.arange(length, device=device) * 7 + 3) % model.config.get_text_config().vocab_size
     try:
-        # A row of one token and a long one, which goes on beside it.
+        # A row of one token, and a long row that continues next to it.
         alone = [model(input_ids=row[None], use_cache=False).logits[0] for row in (ids[:1], ids)]
         wanted = torch.cat([alone[1][-2:-1], alone[0], alone[1][-1:]])
         cache = SlotCache(row_pass.layers, 2, length)
@@ -746,8 +746,8 @@ def rows_agree(model: PreTrainedModel, row_pass: RowPass) -> str | None:
                 placement = Placement(slice(first, 2), stop, target, None, own, levels)
             got.append(row_pass.logits(cache, ids[positions], positions, placement))
             if row_pass.shares:
-                # What is left of the row is its last two tokens.
+                # The row's last two tokens remain.
                 prefix = cache.seal(1, None, length - 3, 2)
-    except Exception as error:  # whatever a model's own code makes of the masks and the cache
-        return f"its forward pass does not take them ({type(error).__name__}: {error})"
+    except Exception as error:  # a model's own code may do anything with the masks and the cache
+        return f"its forward pass does not support them ({type(error).__name__}: {error})"
     return differ(torch.cat(got), wanted)

@@ -1,14 +1,14 @@
 """Continuous batching over rows of a slot cache, with prefix reuse.
 
-Row r of the cache belongs to `active[r]`; rows behind the active ones keep what finished requests
-left, as prefix cache:
+Row r of the cache belongs to `active[r]`; rows behind the active ones keep the tokens of finished
+requests as prefix cache:
 
         rows   0 ......... decoding ......... active ......... rows ......... max_slots
                one token   prompt still to    finished:        not allocated
                to compute  be computed        prefix cache
 
-Every step is one forward pass over one contiguous block of rows: over the middle block if there is
-one (prefill), otherwise over the first (decode). When a request finishes, its row is exchanged with
+Every step is one forward pass over one contiguous block of rows: the middle block if it is not
+empty (prefill), otherwise the first (decode). When a request finishes, its row is exchanged with
 the last active one.
 """
 
@@ -32,38 +32,39 @@ from tuner.engines.transformers.kv_cache import Level, Placement, Prefix, SlotCa
 from tuner.engines.transformers.passes import PassGraphs, RowPass, WeightsGuard
 from tuner.engines.transformers.threads import FewThreads
 
-# What stands in the rows of a cache: which tokens, how many of them computed, what is shared.
+# Content of the rows of a cache: their tokens, how many are computed, what is shared.
 
 
 _FIRST_SLOTS = 4
 _FIRST_CAPACITY = 128  # at least _WORTH_SHARING: rows take back what is not worth a prefix
 _WORTH_SHARING = 96
-"""Tokens that are stored once for several rows at least. Fewer are copied: a row's own tokens are
-read with those of all other rows, and a prefix takes an operation of its own in each layer."""
+"""Minimum number of tokens stored once for several rows. Fewer are copied: a row's own tokens are
+read together with those of all other rows, and a prefix takes a separate operation in each layer.
+"""
 _OPERATION = 1 << 17
-"""Bytes of keys and values that could be read while one row's prefix takes its operation."""
+"""Bytes of keys and values that can be read in the time of one prefix operation."""
 _LITTLE = 8192
-"""Places of tokens, of all rows together, that may always be there."""
+"""Places of tokens, of all rows together, that may always be allocated."""
 
 Ints: TypeAlias = NDArray[np.int64]
 
 
 class Rows:
-    """Rows of a `SlotCache`, of which `count` hold something; each has room for `tokens`.
+    """Rows of a `SlotCache`; the first `count` hold something, each has room for `tokens`.
 
     Args:
         layers: Number of layers.
-        max_rows: Rows at most.
-        max_length: Tokens of one row at most.
-        shares: The first tokens of several rows may be stored once.
+        max_rows: Maximum number of rows.
+        max_length: Maximum number of tokens of one row.
+        shares: Whether the first tokens of several rows may be stored once.
 
     Attributes:
-        tokens: Shape [slots, longest]; also those of a row's prefixes.
-        length: Tokens of each row, [slots].
-        computed: Of how many the keys and values are there, [slots].
+        tokens: Shape [slots, longest]; includes those of a row's prefixes.
+        length: Number of tokens of each row, [slots].
+        computed: Number of tokens of each row whose keys and values are stored, [slots].
         base: How many of these are in prefixes, [slots].
         leaf: The last prefix of each row.
-        used: When each was used last, [slots].
+        used: When each row was last used, [slots].
     """
 
     def __init__(self, layers: int, max_rows: int, max_length: int, *, shares: bool) -> None:
@@ -82,18 +83,18 @@ class Rows:
         self._clock = 0
 
     def clear(self) -> None:
-        """Forget everything."""
         self.count = 0
         self.base[:] = 0
         self.leaf = [None] * len(self.leaf)
         if self._shares:
-            # The prompts that come next are computed before what they share is known, in few rows.
+            # The next prompts are computed before it is known what they share, in few rows.
             self.cache.release(*self._first)
         else:
             self.cache.clear()
 
     def common_prefix(self, ids: Ints) -> Ints:
-        """Leading tokens that each row shares with `ids`: [count]. Not all need be computed."""
+        """Number of leading tokens that each row shares with `ids`: [count]. Not all need be
+        computed."""
         if not self.count:
             return np.zeros(0, dtype=np.int64)
         width = min(len(ids), self.tokens.shape[1])
@@ -117,7 +118,8 @@ class Rows:
 
         Args:
             shared: Both rows will be read in the same steps, so that storing a long common part
-                once pays.
+                once
+                pays off.
         """
         if row != source or not reused:
             self.length[row], self.leaf[row], self.base[row] = 0, None, 0
@@ -135,14 +137,13 @@ class Rows:
         self.computed[row] = reused
 
     def seal(self, row: int) -> None:
-        """Make all that is computed of a row a prefix."""
+        """Turn all that is computed of a row into a prefix."""
         if self.computed[row] > self.base[row]:
             self._seal(row, int(self.computed[row]))
 
     def even_out(self, last: int) -> None:
-        """Make prefixes of what the longest of the rows [0, last) have, where a step reads less
-        then: of what is not in prefixes it reads as many tokens of each row as the longest has.
-        """
+        """Turn the surplus of the longest rows in [0, last) into prefixes if a step then reads
+        less: a step reads as many tokens of each row as the longest row has outside prefixes."""
         own = (self.length - self.base)[:last]
         longest_first = np.argsort(-own, kind="stable")
         operation = _OPERATION // max(1, self.cache.token_bytes)
@@ -157,7 +158,7 @@ class Rows:
             self._shrink()
 
     def _seal(self, row: int, position: int) -> None:
-        """Make what a row has of its own up to `position` a prefix."""
+        """Turn the row's own tokens up to `position` into a prefix."""
         length = position - int(self.base[row])
         behind = int(self.computed[row]) - position
         parent = self.leaf[row]
@@ -169,14 +170,14 @@ class Rows:
         self.leaf[row], self.base[row] = prefix, position
 
     def _shrink(self) -> None:
-        """Give back what of the room behind each row is not needed."""
+        """Release unneeded capacity behind the rows."""
         longest = int(self._own().max())
         capacity = _doubled(self._first[1], longest + 1, self._max_length)
         if 2 * capacity <= self.cache.capacity:
             self.cache.grow(self.cache.slots, capacity)
 
     def _cut(self, row: int, position: int) -> None:
-        """Make a row whose prefixes go further end at `position`."""
+        """Make a row whose prefixes extend further end at `position`."""
         prefix = self.leaf[row]
         while prefix is not None and prefix.start >= position:
             prefix = prefix.parent
@@ -189,7 +190,7 @@ class Rows:
         self.leaf[row], self.base[row] = prefix, prefix.end if prefix is not None else 0
 
     def swap(self, one: int, other: int) -> None:
-        """Exchange two rows, whatever they hold."""
+        """Exchange two rows."""
         pair, exchanged = [one, other], [other, one]
         self.cache.swap(one, other, int((self.computed - self.base)[pair].max()))
         for array in (self.tokens, self.length, self.computed, self.base, self.used):
@@ -197,16 +198,16 @@ class Rows:
         self.leaf[one], self.leaf[other] = self.leaf[other], self.leaf[one]
 
     def move(self, row: int, target: int) -> None:
-        """Put what a row holds into another."""
+        """Move a row's content to another row."""
         self.cache.copy(row, target, int(self.computed[row] - self.base[row]))
         for array in (self.tokens, self.length, self.computed, self.base, self.used):
             array[target] = array[row]
         self.leaf[target] = self.leaf[row]
 
-    # Room
+    # Capacity
 
     def may_have(self, row: int, own: int) -> bool:
-        """Whether a row may have so many tokens of its own: all rows have room for as many."""
+        """Whether a row may have `own` tokens outside prefixes: all rows have the same capacity."""
         capacity = _doubled(self.cache.capacity, own, self._max_length)
         if not self._shares or capacity == self.cache.capacity:
             return True
@@ -218,12 +219,12 @@ class Rows:
         return (self.length - self.base)[: self.count]
 
     def _in_proportion(self, capacity: int, held: int) -> bool:
-        """Whether room for `capacity` tokens behind each row is not much for `held` in all."""
-        # Rows that are even never take more, since slots and capacity are doubled.
+        """Whether `capacity` tokens per row is a reasonable capacity for `held` tokens in all."""
+        # Rows of equal length never take more, since slots and capacity are doubled.
         return self.cache.slots * capacity <= max(_LITTLE, 4 * held)
 
     def bound(self, first: int, last: int) -> bool:
-        """Make prefixes of those rows [first, last) that may not have one more token of their own.
+        """Turn those rows of [first, last) that cannot grow by one token into prefixes.
 
         Returns:
             Whether there were any.
@@ -261,18 +262,18 @@ class Rows:
 
 
 def _doubled(now: int, wanted: int, most: int) -> int:
-    """`now`, doubled until it is enough, at most `most`."""
+    """`now`, doubled until it is at least `wanted`, at most `most`."""
     while now < min(wanted, most):
         now = min(2 * now, most)
     return now
 
 
 _PASS_STEPS = 5
-"""Recorded decode steps that take about as long as a pass over prompts that is not recorded."""
+"""Recorded decode steps that take about as long as an unrecorded pass over prompts."""
 _LONGEST_WAIT = 24
-"""Recorded decode steps for which a request waits at most where others are decoded."""
+"""Maximum number of recorded decode steps for which a request waits while others decode."""
 FEW_TOKENS = 64
-"""A pass over fewer tokens of prompts takes about as long as one over this many."""
+"""A pass over fewer prompt tokens takes about as long as one over this many."""
 _WORTH_WAITING = 16
 """Tokens that must be shared with a prompt being computed before another waits to reuse them."""
 
@@ -280,15 +281,16 @@ _WORTH_WAITING = 16
 class SlotRunner:
     """Serves up to `max_slots` requests at once from rows of keys and values.
 
-    A new request takes the longest token prefix that any row shares with it, be its request active
-    or finished, and computes the rest. Requests that share much with a prompt which is about to be
-    computed wait for it: of a group with one prompt, one computes it and the others copy.
+    A new request reuses the longest token prefix that any row shares with it, whether that row's
+    request is active or finished, and computes the rest. Requests that share much with a prompt
+    that is about to be computed wait for it: of a group with one prompt, one computes it and the
+    others copy.
 
     Args:
         row_pass: The model's forward pass.
-        max_slots: Rows at most, active and prefix cache together.
-        max_model_len: Tokens of one row at most.
-        prefill_tokens: Prompt tokens of one forward pass at most, padding included.
+        max_slots: Maximum number of rows, active and prefix cache together.
+        max_model_len: Maximum number of tokens of one row.
+        prefill_tokens: Maximum of prompt tokens of one forward pass, padding included.
         enforce_eager: Record no CUDA graphs.
     """
 
@@ -319,9 +321,7 @@ class SlotRunner:
         self._levels: tuple[Level, ...] | None = None
         self._batch: SamplingBatch | None = None
         self._waited = 0
-        self._pass_steps = (
-            _PASS_STEPS  # decode steps that a pass over prompts takes, by the last one
-        )
+        self._pass_steps = _PASS_STEPS  # duration of the last pass over prompts, in decode steps
         self._threads = FewThreads(model)
         self._graphs: PassGraphs | None = None
         if self._device.type == "cuda" and not enforce_eager:
@@ -329,7 +329,7 @@ class SlotRunner:
             self._graphs.forget(self._guard.places())
 
     def tokens_ahead(self) -> int:
-        """How many prompt tokens the next step computes at most; 0 if it continues completions."""
+        """Maximum of prompt tokens that the next step computes; 0 if it continues completions."""
         if self._decoding < len(self.active):
             block = slice(self._decoding, len(self.active))
             ahead = int((self._rows.length[block] - self._rows.computed[block]).sum())
@@ -340,7 +340,7 @@ class SlotRunner:
         return min(ahead, self._prefill_tokens)
 
     def drop_abandoned(self) -> None:
-        """Free the rows of requests that nobody waits for; what they computed stays as cache."""
+        """Free the rows of abandoned requests; what they computed stays as cache."""
         if any(request.abandoned for request in self.waiting):
             self.waiting = deque(request for request in self.waiting if not request.abandoned)
         for row in reversed(range(len(self.active))):
@@ -348,7 +348,7 @@ class SlotRunner:
                 self._retire(row)
 
     def evict(self) -> None:
-        """Forget every row; requests in flight wait to compute prompt and completion afresh."""
+        """Clear every row; requests in flight recompute prompt and completion."""
         self.waiting.extendleft(reversed(self.active))
         self.active = []
         self._decoding = 0
@@ -358,7 +358,7 @@ class SlotRunner:
             self._graphs.forget(self._guard.places())
 
     def step(self, version: int) -> list[Request]:
-        """Run one forward pass and sample; returns the requests that are finished."""
+        """Run one forward pass and sample; returns the finished requests."""
         if self._decoding == len(self.active) and self._admits():
             self._admit()
         if not self.active:
@@ -371,9 +371,9 @@ class SlotRunner:
     def _admits(self) -> bool:
         """Whether to compute the waiting prompts now.
 
-        All active requests stand still meanwhile. Where that takes as long as many decode steps,
-        and answers end at different times, prompts that come one by one are computed together: as
-        soon as they have waited as long as the others would stand still.
+        All active requests pause meanwhile. If that takes as long as many decode steps, and answers
+        end at different times, prompts that arrive one by one are computed together: as soon as
+        they have waited as long as the others would pause.
         """
         self._waited = self._waited + 1 if self.waiting and self.active else 0
         due = self._pass_steps * len(self.active)
@@ -382,7 +382,7 @@ class SlotRunner:
         return not self.active or self._waited >= _LONGEST_WAIT
 
     def _admit(self) -> None:
-        """Give rows to waiting requests, as many as one prefill pass may compute."""
+        """Give rows to as many waiting requests as one prefill pass may compute."""
         self._waited = 0
         put_off: list[Request] = []
         while self.waiting and len(self.active) < self._max_slots:
@@ -393,7 +393,7 @@ class SlotRunner:
             source = int(usable.argmax()) if len(usable) else 0
             reused = min(int(usable[source]), len(ids) - 1) if len(usable) else 0
             coming = slice(self._decoding, len(self.active))
-            # What rows that are about to be computed will have of this prompt.
+            # Tokens of this prompt in rows that are about to be computed.
             promised = min(int(common[coming].max(initial=0)), len(ids) - 1)
             gain = promised - reused
             if gain >= _WORTH_WAITING and 4 * gain >= len(ids) - reused:
@@ -424,8 +424,8 @@ class SlotRunner:
         return padded <= self._prefill_tokens and padded * reach <= MASK_ELEMENTS
 
     def _wastes(self, pending: int) -> bool:
-        """Whether a request's prompt is so much shorter or longer than those of the next prefill
-        pass that padding would cost more than a pass of its own. Passes on a GPU cost much."""
+        """Whether a prompt differs so much in length from those of the next prefill pass that
+        padding would cost more than a separate pass. Passes on a GPU cost much."""
         block = slice(self._decoding, len(self.active))
         count = len(self.active) - self._decoding
         if not count or pending == 1 or self._device.type != "cpu":
@@ -434,11 +434,11 @@ class SlotRunner:
         return (count + 1) * max(longest, pending) > count * longest + pending + FEW_TOKENS
 
     def _place(self, request: Request, ids: Ints, source: int, reused: int) -> None:
-        """Make a row for `request` behind the active ones, which begins with the reused prefix."""
+        """Make a row for `request` behind the active ones, beginning with the reused prefix."""
         rows, row = self._rows, len(self.active)
         self._reserve(rows.count, len(ids) + 1, 0)
-        # Where a finished row holds this prefix and no more, nothing is lost by taking it over;
-        # where all rows are taken, less than another row holds is lost with some more.
+        # If a finished row holds exactly this prefix, taking it over loses nothing; if all rows are
+        # taken, taking over a row with some more tokens loses less than evicting another.
         spare = reused if rows.count == self._max_slots else 0
         if source >= row and reused and rows.computed[source] - reused <= spare:
             self._swap(source, row)
@@ -457,13 +457,13 @@ class SlotRunner:
         self._stats.prompt_tokens_reused += reused
         if request.cached_tokens < 0:
             request.cached_tokens = reused
-        # With one token left to compute it needs no prefill, and joins the block that decodes.
+        # With one token left to compute it needs no prefill and joins the block that decodes.
         if len(ids) - reused == 1:
             self._swap(row, self._decoding)
             self._decoding += 1
 
     def _vacate(self, row: int, source: int) -> int:
-        """Free `row`, moving what it keeps to a new or the oldest row.
+        """Free `row`, moving its content to a new or the oldest row.
 
         Returns where the content of row `source` is afterwards.
         """
@@ -477,7 +477,7 @@ class SlotRunner:
         else:
             target = row + int(rows.used[row : rows.count].argmin())
             if target == source:
-                # The prefix is in the row that would be given up: take that row over.
+                # The prefix is in the row that would be evicted: take that row over.
                 self._swap(row, target)
                 return row
         if target != row:
@@ -488,10 +488,10 @@ class SlotRunner:
         if self._rows.reserve(rows, length, own) and self._graphs is not None:
             self._graphs.forget()
 
-    # The end of a request
+    # Completion of a request
 
     def _retire(self, row: int) -> None:
-        """Take an active row out of the active ones; what it computed stays as prefix cache."""
+        """Remove an active row; what it computed stays as prefix cache."""
         if row < self._decoding:
             self._decoding -= 1
             self._swap(row, self._decoding)
@@ -504,7 +504,7 @@ class SlotRunner:
         self._rows.touch(last)
 
     def _swap(self, one: int, other: int) -> None:
-        """Exchange two rows, whatever they hold."""
+        """Exchange two rows."""
         if one == other:
             return
         self._rows.swap(one, other)
@@ -513,16 +513,16 @@ class SlotRunner:
         self._changed()
 
     def _changed(self) -> None:
-        """Other rows decode, or in another order, than in the step before."""
+        """Note that other rows decode, or in another order, than in the step before."""
         self._batch = self._levels = None
 
     # Forward passes
 
     def _advance(self, version: int) -> list[Request]:
-        """Compute what is left of the prompts in [decoding, active), or the newest token of all.
+        """Compute the rest of the prompts in [decoding, active), or the newest token of all rows.
 
-        Right-aligned, so that the last column holds the last token of every row and only its
-        logits are computed. A single prompt that is too long for one pass is computed in parts.
+        Right-aligned, so that the last column holds the last token of every row and only its logits
+        are computed. A single prompt that is too long for one pass is computed in parts.
         """
         rows = self._rows
         prompts, last = self._decoding < len(self.active), len(self.active)
@@ -586,7 +586,7 @@ class SlotRunner:
     def _sample(
         self, first: int, last: int, batch: SamplingBatch, logits: Tensor, version: int
     ) -> list[Request]:
-        """Sample for rows [first, last), store the tokens, retire what is finished."""
+        """Sample for rows [first, last), store the tokens, retire finished requests."""
         requests = self.active[first:last]
         ids, places = sample_next(requests, batch, logits, version)
         self._stats.sampled_tokens += len(ids)

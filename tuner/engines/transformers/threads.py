@@ -1,8 +1,8 @@
-"""How many threads a step is computed with, one or all that torch uses; and steps beside a loop.
+"""The number of threads for a step (one, or all that torch uses), and steps next to an event loop.
 
-Threads wait for each other at every operation. A step of a small model has a thousand of them, each
-of which takes less time than the waiting: one request of a model of 0.8M parameters is generated at
-a third of the speed with two threads. A large model's products are worth it.
+Threads wait for each other at every operation. A step of a small model has a thousand operations,
+each shorter than the waiting: with two threads, one request of a model of 0.8M parameters is
+generated at a third of the speed. For a large model's products threads pay off.
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ import torch
 from torch import nn
 
 _WORTH_THREADS = 5e6
-"""Floating-point operations of a matrix product from which on threads are worth their waiting.
-Measured with two threads and products of 0.2 to 230 million: 0.4 to 0.9 times the speed of one
-thread below it, 0.9 to 1.6 times above."""
+"""Floating-point operations of a matrix product from which threads pay off. Measured with two
+threads and products of 0.2 to 230 million: 0.4 to 0.9 times the speed of one thread below it,
+0.9 to 1.6 times above."""
 _TURN, _LONG_TURN = 0.0002, 0.02
-"""Seconds in which a loop with little to do goes round once, and those for which a loop waits for a
-step at a time."""
+"""Seconds of one round of an idle loop, and of one wait of a loop for a step."""
 
 
 class FewThreads:
     """Computes small steps of a model with one thread.
 
     Args:
-        model: Whose matrix products they are.
+        model: The model whose matrix products are computed.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,8 +37,8 @@ class FewThreads:
 
     @contextmanager
     def computing(self, tokens: int) -> Iterator[None]:
-        """While the block runs this thread computes with as many threads as so many tokens are
-        worth. What other threads have begun goes on as it was."""
+        """While the block runs, compute with the number of threads that `tokens` tokens are worth.
+        Operations already running in other threads are not affected."""
         threads = torch.get_num_threads()
         if threads == 1 or tokens > self._most_tokens:
             yield
@@ -52,10 +51,11 @@ class FewThreads:
 
 
 async def taking_turns(step: asyncio.Future[None]) -> None:
-    """Await a step of another thread, which has the interpreter as long as this loop's agents had.
+    """Await a step in another thread, giving it the interpreter for as long as this loop's agents
+    had it.
 
-    Where agents are busy all the time a loop gives the interpreter up for the moment in which it
-    looks for events, and has it again before a thread that waits has woken up: a step would never
+    Where agents are always busy, a loop gives up the interpreter only for the moment in which it
+    polls for events, and takes it back before a waiting thread has woken up: a step would never
     end.
     """
     while not step.done():

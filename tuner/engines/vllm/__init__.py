@@ -1,1 +1,1 @@
-"""vLLM: in processes that we start, or on machines that we connect to."""
+"""vLLM, in processes that we start or on machines that we connect to."""

@@ -1,4 +1,4 @@
-"""vLLM in other processes: those that somebody runs elsewhere, and those that we start."""
+"""Clients of vLLM servers: those that somebody else runs, and those that we start."""
 
 from __future__ import annotations
 
@@ -30,35 +30,36 @@ if TYPE_CHECKING:
     from vllm.distributed.weight_transfer import TrainerWeightTransferEngine, WeightSource
 
 
-# Weights from GPU to GPU, by vLLM's own weight transfer; the trainer's side of it.
+# The trainer's side of vLLM's weight transfer from GPU to GPU.
 #
-# vLLM has a pair of engines for each way: one in its workers, which `VllmCore.transfer` reaches,
-# and one for the trainer, which is used here. The trainer's drives both over a client of four
-# methods; ours sends them to a server of ours, as JSON:
+# vLLM has a pair of transfer engines for each method: one in its workers, which `VllmCore.transfer`
+# calls, and one for the trainer, used here. The trainer's engine drives both through a client of
+# four
+# methods; ours sends them to our server as JSON:
 #
-#     connect            once for each start of the server (NCCL: both join a group)
-#     begin              nothing is served any more
-#     update             ipc: where each tensor lies in the memory of the GPU that both use
-#                        nccl: names and shapes of what is being broadcast meanwhile
-#     finish             served under a new label, with nothing computed by old weights
+#     connect            once per start of the server (NCCL: both join a group)
+#     begin              serving stops
+#     update             ipc: where each tensor lies in the memory of the shared GPU
+#                        nccl: names and shapes of the tensors being broadcast
+#     finish             serving continues under a new label, with nothing cached for old weights
 #
-# Written for GPUs and not run on one: the CPU's tests have the messages, their order and what the
-# workers make of them (tests/integration/vllm/test_direct.py).
+# Written for GPUs and not run on one: the CPU tests cover the messages, their order and the
+# workers' handling of them (tests/integration/vllm/test_direct.py).
 
 
 TransferCall = Callable[[TransferVerb, dict[str, Any]], None]
-"""Has a server do one act of `VllmCore.transfer`."""
+"""Makes a server carry out one step of `VllmCore.transfer`."""
 
 
 @dataclass(frozen=True)
 class TrainerWeights:
-    """The weights that are trained, where they are.
+    """Location of the trained weights.
 
     Attributes:
-        backend: Which of vLLM's engines sends them.
-        tensors: Gives them, by the names of a Hugging Face checkpoint.
+        backend: vLLM's transfer engine to use.
+        tensors: Returns them, by the names of a Hugging Face checkpoint.
         device: The GPU that they are on.
-        workers: vLLM's workers of one server.
+        workers: Number of vLLM workers of one server.
     """
 
     backend: Literal["ipc", "nccl"]
@@ -68,21 +69,21 @@ class TrainerWeights:
 
 
 def transfer_backends() -> frozenset[str]:
-    """The ways from GPU to GPU that the installed vLLM has."""
+    """Transfer methods that the installed vLLM supports."""
     found = set()
     for name in ("ipc", "nccl"):
-        with suppress(ImportError):  # of a package that it is in
+        with suppress(ImportError):  # the parent package may be missing
             if find_spec(f"vllm.distributed.weight_transfer.{name}_engine") is not None:
                 found.add(name)
     return frozenset(found)
 
 
 class DirectSender:
-    """Sends the trainer's weights to one server, as often as they change.
+    """Sends the trainer's weights to one server whenever they change.
 
     Args:
-        weights: What is sent.
-        call: Reaches the server; blocks until it has done its part.
+        weights: The weights to send.
+        call: Calls the server; blocks until it has done its part.
     """
 
     def __init__(self, weights: TrainerWeights, call: TransferCall) -> None:
@@ -91,16 +92,17 @@ class DirectSender:
         self._engine: TrainerWeightTransferEngine[Any] | None = None
 
     def forget(self) -> None:
-        """The server was started anew: nothing is connected to it."""
+        """Drop the connection after the server was restarted."""
         self._engine = None
 
     def send(self, label: str) -> None:
-        """Have the server serve the weights as they are now under `label`.
+        """Make the server serve the current weights as `label`.
 
         Raises:
             EngineLostError: The server died; it can be started from a folder.
-            EngineError: It cannot have them, or died while GPUs were joined (NCCL), after which
-                this process's GPU may wait for it for ever.
+            EngineError: It cannot load them, or died while GPUs were joined (NCCL), after which
+                this
+                process's GPU may wait for it forever.
         """
         self._client.label = label
         try:
@@ -113,8 +115,8 @@ class DirectSender:
             if self._weights.backend == "ipc":
                 raise
             raise EngineError(
-                f"weights broke off between GPUs, and the run cannot go on in this process; start "
-                f"it again, and it goes on from its checkpoint: {error}"
+                f"the transfer of weights between GPUs broke off, and the run cannot continue in "
+                f"this process; start it again to resume from its checkpoint: {error}"
             ) from error
         except EngineError:
             raise
@@ -139,7 +141,7 @@ class DirectSender:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
         from vllm.utils.network_utils import get_open_port
 
-        # One group for each server, so that one which dies leaves the others' as they are.
+        # One group per server, so that one that dies does not affect the others.
         return NCCLTrainerInitInfo(
             rank=0,
             master_address="127.0.0.1",
@@ -149,15 +151,15 @@ class DirectSender:
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """`device` as the GPU that vLLM's engines take, which is the thread's current one."""
+    """Make `device` the thread's current GPU, which vLLM's engines use."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class _Client:
-    """What vLLM's engines drive a server with (its protocol `VLLMWeightSyncClient`).
+    """Client that vLLM's engines drive (its protocol `VLLMWeightSyncClient`).
 
     Attributes:
-        label: Of the weights that are being sent.
+        label: Label of the weights being sent.
     """
 
     def __init__(self, call: TransferCall) -> None:
@@ -200,13 +202,13 @@ _LOG_LINES = 25
 
 
 class VllmServer(RemoteServer):
-    """A server of `tuner.engines.vllm.server` at an address, that somebody else runs.
+    """A server of `tuner.engines.vllm.server` that somebody else runs.
 
     Args:
-        url: As in `http://10.0.0.2:8100`.
-        key: What the server was given as TUNER_ENGINE_KEY.
-        settings: With which it shall run vLLM.
-        trained: Where new weights are taken from once it runs; None: from folders alone.
+        url: For example `http://10.0.0.2:8100`.
+        key: The key that the server got as TUNER_ENGINE_KEY.
+        settings: How the server must run vLLM.
+        trained: Source of new weights once it runs; None: folders only.
     """
 
     def __init__(
@@ -221,7 +223,7 @@ class VllmServer(RemoteServer):
         self._settings = asdict(settings)
 
     def start(self, weights: Weights) -> None:
-        """Give it the weights, as soon as it can be reached.
+        """Load the weights as soon as the server can be reached.
 
         Raises:
             EngineLostError: It cannot be reached for five minutes, or dies.
@@ -282,13 +284,13 @@ class VllmServer(RemoteServer):
 
 
 class VllmProcess(VllmServer):
-    """A server that we start on a loopback port, and end when this process ends, however it does.
+    """A server that we start on a loopback port, and that ends with this process in any case.
 
     Args:
-        settings: With which it shall run vLLM.
-        log: What it prints goes there.
-        environment: Variables that it gets besides ours, as CUDA_VISIBLE_DEVICES.
-        trained: Where new weights are taken from once it runs; None: from folders alone.
+        settings: How the server must run vLLM.
+        log: File for its output.
+        environment: Additional variables, for example CUDA_VISIBLE_DEVICES.
+        trained: Source of new weights once it runs; None: folders only.
     """
 
     def __init__(
@@ -306,22 +308,21 @@ class VllmProcess(VllmServer):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
         return f"the vLLM server that logs to {self._log}"
 
     @property
     def pid(self) -> int | None:
-        """Its process, which leads a group of its own; None where it does not run."""
+        """Process id, which is also its group's; None if it does not run."""
         return None if self._process is None else self._process.pid
 
     def start(self, weights: Weights) -> None:
-        """Start a process, in place of the one before; see `TokenServer.start`."""
+        """Start a process in place of the previous one; see `TokenServer.start`."""
         self.stop()
         if self._sender is not None:
             self._sender.forget()
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as door:
             door.bind(("127.0.0.1", 0))
-            # What arrives before the server listens to it waits in the socket's queue.
+            # What arrives before the server listens waits in the socket's queue.
             door.listen(2048)
             self._url = f"http://127.0.0.1:{door.getsockname()[1]}"
             self._clients = WeakKeyDictionary()
@@ -331,7 +332,7 @@ class VllmProcess(VllmServer):
     def load(self, weights: Weights) -> None:
         """See `TokenServer.load`."""
         if self._settings["sleeps"]:
-            torch.cuda.empty_cache()  # what training has freed is vLLM's again
+            torch.cuda.empty_cache()  # vLLM needs the memory that training freed
         super().load(weights)
 
     def sleep(self) -> None:
@@ -339,7 +340,7 @@ class VllmProcess(VllmServer):
         self._ask("/sleep", {})
 
     def serves(self, label: str) -> bool:
-        """No: between us and a process of our own nothing breaks but the process."""
+        """False: only the process itself can fail, not a connection to it."""
         return False
 
     def _launch(self, door: socket.socket) -> subprocess.Popen[bytes]:
@@ -382,7 +383,6 @@ class VllmProcess(VllmServer):
         return EngineLostError(f"{super()._lost(what, error)}{ended}\n{self._tail()}")
 
     def _tail(self) -> str:
-        """The last lines of its log."""
         try:
             lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:

@@ -39,28 +39,28 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 
-# Our sampling settings as vLLM's, and vLLM's outputs as ours.
+# Translation of our sampling settings to vLLM's, and of vLLM's outputs to ours.
 #
-# vLLM edits logits, scales by temperature, then keeps min_p, top_k and top_p, as we do; with
-# `logprobs_mode="processed_logprobs"` its log-probs are those of the distribution at the end of
-# that line. Three things differ: it serves a temperature between 0 and 0.01 as 0.01, and takes none
-# above 2, which are both refused here; and it reports greedy tokens with the log-probs of
-# temperature 1, which become 0.
+# vLLM edits logits, scales by temperature, then applies min_p, top_k and top_p, as we do; with
+# `logprobs_mode="processed_logprobs"` its log-probs are those of the final distribution. There are
+# three differences: it treats a temperature between 0 and 0.01 as 0.01 and accepts none above 2, so
+# both are rejected here; and it reports greedy tokens with the log-probs of temperature 1, which
+# become 0.
 #
-# The tokens that a cut left are those with a log-prob among the most probable, as many of which are
-# listed as there can be: top_k and a few with the same logit, or `max_logprobs` where top_k leaves
-# that open. (`return_sampling_mask` lists them too, but on GPUs alone, and then refuses every
-# request without a top_k, and greedy ones.)
+# The kept tokens are those with a finite log-prob among the most probable. As many are listed as
+# there can be: top_k and a few with the same logit, or `max_logprobs` without top_k.
+# (`return_sampling_mask` lists them too, but only on GPUs, and then rejects greedy requests and
+# every request without a top_k.)
 
 
 _LOWEST = 0.01
 _HIGHEST = 2.0
 _TIES = 8
-"""Tokens beside the top_k that may have the logit of the last of them."""
+"""Number of further tokens that may have the logit of the last of the top_k."""
 
 
 def check_for_vllm(sampling: SamplingParams) -> None:
-    """Refuse settings that define no distribution, or that vLLM would change.
+    """Reject settings that define no distribution, or that vLLM would change.
 
     Raises:
         ConfigError: Names the setting, its value and what is allowed.
@@ -72,16 +72,16 @@ def check_for_vllm(sampling: SamplingParams) -> None:
         )
     if 0 < sampling.temperature < _LOWEST:
         raise ConfigError(
-            f"sampling: temperature is {sampling.temperature!r}, which vLLM would take for "
+            f"sampling: temperature is {sampling.temperature!r}, which vLLM would treat as "
             f"{_LOWEST}; set it to 0, or to {_LOWEST} or more"
         )
 
 
 def listed(sampling: SamplingParams, longest: int) -> int:
-    """How many of the most probable tokens vLLM lists for each sampled one.
+    """Number of most probable tokens that vLLM lists for each sampled one.
 
     Args:
-        longest: The most that it can: its `max_logprobs`, or the size of the vocabulary.
+        longest: Its maximum: `max_logprobs`, or the size of the vocabulary.
     """
     if not sampling.cuts:
         return sampling.top_logprobs
@@ -92,7 +92,7 @@ def listed(sampling: SamplingParams, longest: int) -> int:
 def vllm_sampling(
     sampling: SamplingParams, end_ids: Iterable[int], longest: int
 ) -> vllm.SamplingParams:
-    """vLLM's settings for one part of a completion; stop strings are not vLLM's to find.
+    """vLLM's settings for one part of a completion, without stop strings.
 
     Args:
         longest: As for `listed`.
@@ -116,7 +116,7 @@ def vllm_sampling(
         seed=sampling.seed,
         logprobs=listed(sampling, longest),
         flat_logprobs=True,
-        # Every end is ours: what the model's folder says may be something else.
+        # All end tokens are ours: the model's folder may name others.
         stop_token_ids=sorted({*end_ids, *sampling.stop_token_ids}),
         ignore_eos=True,
         detokenize=False,
@@ -125,7 +125,7 @@ def vllm_sampling(
         structured_outputs=form,
     )
     if sampling.bad_words:
-        # It would make ids of texts, and look for those alone: these are the ones that replay has.
+        # vLLM would tokenize texts itself; these ids are the ones that replay has.
         asked._bad_words_token_ids = [list(word) for word in sampling.bad_words]
     return asked
 
@@ -137,8 +137,8 @@ def sampled(output: vllm.RequestOutput, sampling: SamplingParams, longest: int) 
         longest: As for `listed`.
 
     Raises:
-        EngineError: One has no finite log-prob, or vLLM ended the completion for a reason that is
-            neither its end nor its length.
+        EngineError: A log-prob is not finite, or vLLM ended the completion for a reason other than
+            its end or its length.
     """
     (completion,) = output.outputs
     ids = tuple(completion.token_ids)
@@ -185,19 +185,19 @@ def _alternatives(
 
 
 def _kept(found: Mapping[int, float], asked: int) -> tuple[int, ...]:
-    """The tokens that can be sampled; none where there may be more than the list has."""
+    """The tokens that can be sampled; empty if there may be more than are listed."""
     left = tuple(sorted(token for token, logprob in found.items() if logprob > -math.inf))
     return left if len(left) < asked else ()
 
 
 _POLL = 0.002
 _LOOK = 0.5
-"""Seconds between looks at whether vLLM has died that is to answer."""
+"""Seconds between checks whether vLLM died during a call."""
 _SECONDS_TO_END = 60.0
-"""How long requests that nobody waits for may take to end."""
+"""How long cancelled requests may take to end."""
 TransferVerb = Literal["connect", "begin", "update", "finish"]
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Upper limits of an adapter's rank that vLLM can be started with."""
+"""Upper limits of an adapter's rank that vLLM accepts."""
 
 
 @dataclass(frozen=True)
@@ -205,21 +205,21 @@ class VllmSettings:
     """How vLLM is started; every field survives JSON.
 
     Attributes:
-        model: Folder or Hub name of the model that an adapter belongs to; None where all weights
-            are trained, and come with the folder that is loaded first.
+        model: Folder or Hub name of the base model of an adapter; None if all weights are trained
+            and come with the folder that is loaded first.
         dtype: "float32", "bfloat16" or "float16".
-        max_model_len: Prompt and completion tokens of one request at most.
-        max_slots: Requests computed at once at most.
+        max_model_len: Maximum of prompt and completion tokens of one request.
+        max_slots: Maximum of requests computed at once.
         end_ids: Token ids that end a completion.
-        tokenizer: Folder or Hub name of the tokenizer, for grammars; None is beside the weights.
-        lora_rank: Rank of the adapter that is trained; None where all weights are.
-        tensor_parallel_size: GPUs that share the weights.
-        gpu_memory_utilization: Part of the GPU's memory; None leaves vLLM's own.
+        tokenizer: Folder or Hub name of the tokenizer, for grammars; None: next to the weights.
+        lora_rank: Rank of the trained adapter; None if all weights are trained.
+        tensor_parallel_size: Number of GPUs that share the weights.
+        gpu_memory_utilization: Share of the GPU's memory; None for vLLM's default.
         enforce_eager: Do not capture CUDA graphs.
-        seed: Of vLLM itself; requests bring their own.
-        transfer: The engine of vLLM's that takes weights from GPU to GPU, "ipc" or "nccl"; None
-            where they come in folders.
-        sleeps: Whether it can give back the GPU's memory.
+        seed: vLLM's own seed; requests have their own.
+        transfer: vLLM's transfer engine from GPU to GPU, "ipc" or "nccl"; None if weights come in
+            folders.
+        sleeps: Whether it can release the GPU's memory.
         extra: Further arguments of vLLM's `AsyncEngineArgs`.
     """
 
@@ -242,7 +242,7 @@ class VllmSettings:
 def _ends_with_vllm(
     method: Callable[..., Coroutine[Any, Any, None]],
 ) -> Callable[..., Coroutine[Any, Any, None]]:
-    """vLLM leaves calls open for ever whose process dies before it answers; these fail."""
+    """Make calls fail when vLLM's process dies; vLLM itself leaves them pending forever."""
 
     @wraps(method)
     async def ending(self: VllmCore, *args: Any) -> None:
@@ -272,28 +272,27 @@ class VllmCore:
 
     @property
     def label(self) -> str | None:
-        """Which weights it has; None while they change, or where that failed."""
+        """Label of the current weights; None while they change, or after a failed change."""
         return self._label
 
     @property
     def _longest(self) -> int:
-        """The most tokens that it lists with their log-probs."""
+        """Maximum number of tokens that it lists with their log-probs."""
         config = self._engine.model_config
         size = int(config.get_vocab_size())
         return size if config.max_logprobs < 0 else min(config.max_logprobs, size)
 
     @property
     def dead(self) -> bool:
-        """Whether vLLM's processes have died."""
         return bool(self._engine.errored)
 
     @_ends_with_vllm
     async def load(self, weights: Weights) -> None:
-        """Serve these weights, with nothing computed by others. No request is in flight.
+        """Serve these weights, without anything cached for others. No request is in flight.
 
         Raises:
             EngineLostError: vLLM's processes died.
-            EngineError: vLLM cannot load them; it has no label any more.
+            EngineError: vLLM cannot load them; it then has no label.
         """
         async with self._changing(f"loading {weights.folder}"):
             await self._wake_weights()
@@ -306,14 +305,14 @@ class VllmCore:
 
     @_ends_with_vllm
     async def sleep(self) -> None:
-        """Give back the GPU's memory until the next weights. No request is in flight.
+        """Release the GPU's memory until the next weights. No request is in flight.
 
-        Weights that are all trained are thrown away (vLLM's level 2); those that an adapter is
-        added to wait in main memory (level 1).
+        Fully trained weights are discarded (vLLM's level 2); the base weights of an adapter are
+        kept in main memory (level 1).
 
         Raises:
             EngineLostError: vLLM's processes died.
-            EngineError: It cannot; it has no label any more.
+            EngineError: It cannot; it then has no label.
         """
         async with self._changing("going to sleep"):
             await self._engine.sleep(level=2 if self._settings.lora_rank is None else 1)
@@ -321,11 +320,11 @@ class VllmCore:
 
     @_ends_with_vllm
     async def transfer(self, verb: TransferVerb, info: dict[str, Any]) -> None:
-        """One act of handing over weights from GPU to GPU, as `tuner.engines.vllm.client` leads it.
+        """One step of a weight transfer from GPU to GPU, driven by `tuner.engines.vllm.client`.
 
         Args:
             verb: "connect" once; then "begin", "update" once or more and "finish" for each version.
-            info: What vLLM's own methods take, as JSON; for "finish" the label.
+            info: Arguments of vLLM's own methods, as JSON; for "finish" the label.
 
         Raises:
             EngineLostError: vLLM's processes died.
@@ -349,11 +348,11 @@ class VllmCore:
                 await self._wake_cache()
             self._label = info["label"]
         else:
-            raise EngineError(f"handing over weights has no act {verb!r}")
+            raise EngineError(f"{verb!r} is not a step of a weight transfer")
 
     @asynccontextmanager
     async def _changing(self, what: str) -> AsyncIterator[None]:
-        """While the block runs, and where it fails, no weights are served."""
+        """Serve no weights while the block runs, and after it if it fails."""
         self._label = None
         with self._named(what):
             await self._idle()
@@ -361,7 +360,7 @@ class VllmCore:
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
-        """What fails while the block runs is an error that says so."""
+        """Turn failures of the block into errors that name the operation."""
         try:
             yield
         except EngineError:
@@ -371,25 +370,25 @@ class VllmCore:
             raise kind(f"vLLM failed while {what}: {type(error).__name__}: {error}") from error
 
     async def _wake_weights(self) -> None:
-        """Have memory for weights again; what is in it means nothing before they are loaded."""
+        """Allocate memory for weights; its content is undefined until they are loaded."""
         if self._asleep:
             await self._engine.wake_up(tags=["weights"])
 
     async def _wake_cache(self) -> None:
-        """Have memory for keys and values again, of which none are left."""
+        """Allocate an empty cache of keys and values."""
         if self._asleep:
             await self._engine.wake_up(tags=["kv_cache"])
             self._asleep = False
         await self._forget()
 
     async def _idle(self) -> None:
-        """Wait for requests whose clients have gone and that are being taken back."""
+        """Wait for requests whose clients have gone and that are being cancelled."""
         async with asyncio.timeout(_SECONDS_TO_END):
             while self._running:  # noqa: ASYNC110  # vLLM has no event for this
                 await asyncio.sleep(_POLL)
 
     async def _forget(self) -> None:
-        """Forget every prefix; blocks of requests that were taken back come free a moment later."""
+        """Drop every prefix; blocks of cancelled requests become free a moment later."""
         async with asyncio.timeout(_SECONDS_TO_END):
             # vLLM has no event for this.
             while not await self._engine.reset_prefix_cache():  # noqa: ASYNC110
@@ -399,7 +398,7 @@ class VllmCore:
         from vllm.lora.request import LoRARequest
 
         before = self._adapter
-        # A number of its own for each: vLLM keeps adapters by number.
+        # A new number for each: vLLM caches adapters by number.
         self._adapter = LoRARequest(
             lora_name=weights.label,
             lora_int_id=1 + next(self._numbers),
@@ -417,8 +416,7 @@ class VllmCore:
 
         if label != self._label:
             raise EngineError(
-                f"the weights {label} were asked for, but vLLM has "
-                f"{self._label or 'none that are complete'}"
+                f"a request wants the weights {label}, but vLLM has {self._label or 'none loaded'}"
             )
         self._running += 1
         try:
@@ -437,17 +435,11 @@ class VllmCore:
             self._running -= 1
 
     def close(self) -> None:
-        """End vLLM's processes."""
         self._engine.shutdown()
 
 
 def _start(settings: VllmSettings, weights: Weights) -> AsyncLLM:
-    """Start vLLM's processes; blocks until the model is loaded.
-
-    Raises:
-        MissingDependencyError: vLLM is not installed.
-        EngineLostError: It does not start.
-    """
+    """Start vLLM's processes; blocks until the model is loaded."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     try:
         from vllm import AsyncEngineArgs
@@ -480,9 +472,9 @@ def _start(settings: VllmSettings, weights: Weights) -> AsyncLLM:
     if settings.transfer is not None:
         arguments["weight_transfer_config"] = {"backend": settings.transfer}
     if current_platform.is_cpu():
-        arguments["block_size"] = 32  # the least there: a prefix is reused in whole blocks
-        # Where a step has no room for all of a prompt it would compute a part and rewind the
-        # request's random stream, which no generator of a CPU can: its processes would die.
+        arguments["block_size"] = 32  # the minimum there; prefixes are reused in whole blocks
+        # If a step had no room for all of a prompt it would compute a part and rewind the request's
+        # random stream, which CPU generators cannot do: its processes would die.
         arguments["enable_chunked_prefill"] = False
     arguments |= settings.extra
     if settings.gpu_memory_utilization is not None:

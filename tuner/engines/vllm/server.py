@@ -1,22 +1,22 @@
-"""vLLM behind HTTP, token ids in and out, for one training run at a time.
+"""vLLM over HTTP, token ids in and out, for one training run at a time.
 
     TUNER_ENGINE_KEY=... python -m tuner.engines.vllm.server [--host H] [--port P]
 
-It starts empty; the run that connects says with which settings and weights. A request names the
-weights that it wants and gets 409 where the server has others: after a crash it never answers with
-weights that the run has left behind. Every path demands the key.
+It starts empty; the run that connects sends settings and weights. A request names the weights that
+it wants and gets 409 if the server has others, so after a crash the server never answers with
+weights that the run no longer uses. Every path requires the key.
 
 | path | body | answer |
 |---|---|---|
 | `GET /health` | | `{"label"}` |
-| `POST /sleep` | | `{}` when the GPU's memory is given back, until the next weights |
-| `POST /load` | `{"settings", "folder", "label"}` | `{}` when these are served, and nothing old |
-| `POST /transfer` | `{"verb", "info"}` | `{}` when this act of handing over weights is done |
+| `POST /sleep` | | `{}` when the GPU's memory is released, until the next weights |
+| `POST /load` | `{"settings", "folder", "label"}` | `{}` when only these are served |
+| `POST /transfer` | `{"verb", "info"}` | `{}` when this step of a transfer is done |
 | `POST /generate` | `{"prompt_ids", "sampling", "label"}` | a line of JSON per step |
 
 `settings` has the fields of `VllmSettings`, `sampling` those of `SamplingParams`. A line is `[ids,
-logprobs, top_logprobs, cached_tokens, finish_reason, kept]`, or `{"error", "lost"}` where the
-completion fails; `lost` says whether vLLM has died. The acts of a transfer are those of
+logprobs, top_logprobs, cached_tokens, finish_reason, kept]`, or `{"error", "lost"}` if the
+completion fails; `lost` says whether vLLM has died. The steps of a transfer are those of
 `VllmCore.transfer`.
 """
 
@@ -50,14 +50,14 @@ from tuner.errors import TunerError
 
 KEY = "TUNER_ENGINE_KEY"
 _NO_KEY = (
-    f"the key is missing or wrong: the variable that tuner.engine.api_key_env names must hold what "
-    f"the server was given as {KEY}"
+    f"the key is missing or wrong: the variable named by tuner.engine.api_key_env must hold the "
+    f"key that the server was given as {KEY}"
 )
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class VllmHost:
-    """The one vLLM of this process, started by the first weights it is given."""
+    """The vLLM of this process, started by the first weights it is given."""
 
     def __init__(self) -> None:
         self._settings: VllmSettings | None = None
@@ -66,13 +66,13 @@ class VllmHost:
 
     @property
     def label(self) -> str | None:
-        """Which weights are served; None where none are, or vLLM has died."""
+        """Label of the weights being served; None if there are none or vLLM has died."""
         return None if self._core is None or self._core.dead else self._core.label
 
     async def load(self, settings: VllmSettings, weights: Weights) -> None:
-        """Serve these weights; vLLM is started again where it died or had other settings.
+        """Serve these weights; restarts vLLM if it died or has other settings.
 
-        One at a time: where the connection broke that the first one came by it is asked for again.
+        Calls run one at a time, since a client whose connection broke repeats its call.
 
         Raises:
             EngineLostError: vLLM does not start, or died.
@@ -92,17 +92,14 @@ class VllmHost:
         await self._core.load(weights)
 
     async def transfer(self, verb: TransferVerb, info: dict[str, Any]) -> None:
-        """See `VllmCore.transfer`."""
         await self._started.transfer(verb, info)
 
     async def sleep(self) -> None:
-        """See `VllmCore.sleep`."""
         await self._started.sleep()
 
     def stream(
         self, prompt_ids: Sequence[int], sampling: SamplingParams, label: str
     ) -> AsyncGenerator[Sampled, None]:
-        """See `TokenServer.stream`."""
         return self._started.stream(prompt_ids, sampling, label)
 
     @property
@@ -112,18 +109,13 @@ class VllmHost:
         return self._core
 
     def close(self) -> None:
-        """End vLLM."""
         if self._core is not None:
             self._core.close()
         self._core = None
 
 
 def _require_folders(settings: VllmSettings, weights: Weights) -> None:
-    """Refuse what only the run's machine sees.
-
-    Raises:
-        EngineError: Names the folder that is not there.
-    """
+    """Raise EngineError for a folder that exists only on the run's machine."""
     assert weights.folder is not None
     named = [(weights.folder, "the weights are handed over in", "the run directory")]
     for path in (settings.model, settings.tokenizer):
@@ -132,16 +124,16 @@ def _require_folders(settings: VllmSettings, weights: Weights) -> None:
     for folder, what, which in named:
         if not folder.is_dir():
             raise EngineError(
-                f"{what} {folder}, which is not there on the engine's machine: {which} must be on "
-                "a disk that both machines see under one name"
+                f"{what} {folder}, which does not exist on the engine's machine: {which} must be "
+                "on a disk that both machines see under the same path"
             )
 
 
 def make_app(host: VllmHost, key: str) -> Starlette:
-    """The HTTP side of `host`."""
+    """The HTTP interface of `host`."""
 
     def guarded(answer: Endpoint) -> Endpoint:
-        """`answer` to those who have the key, and what it refuses as JSON."""
+        """Check the key, and return errors as JSON."""
 
         async def guarded_answer(request: Request) -> Response:
             given = request.headers.get("authorization", "")
@@ -175,7 +167,7 @@ def make_app(host: VllmHost, key: str) -> Starlette:
     async def generate(request: Request) -> Response:
         body = await request.json()
         if body["label"] != host.label:
-            message = f"the weights {body['label']} were asked for; here are {host.label}"
+            message = f"the request wants the weights {body['label']}; this server has {host.label}"
             return JSONResponse({"error": message, "lost": host.label is None}, 409)
         sampling = SamplingParams(**{**body["sampling"], "stop": tuple(body["sampling"]["stop"])})
 
@@ -203,7 +195,7 @@ def make_app(host: VllmHost, key: str) -> Starlette:
 
 
 def settings_from(fields: dict[str, Any]) -> VllmSettings:
-    """`VllmSettings` that have been JSON."""
+    """Restore `VllmSettings` from JSON."""
     return VllmSettings(**{**fields, "end_ids": tuple(fields["end_ids"])})
 
 
@@ -217,7 +209,7 @@ def _error(error: TunerError) -> dict[str, Any]:
 
 
 def _end_with_parent() -> None:
-    """End this process and its children when whoever holds the other end of stdin is gone."""
+    """End this process and its children when the other end of stdin is closed."""
 
     def wait() -> None:
         sys.stdin.buffer.read()
@@ -227,7 +219,7 @@ def _end_with_parent() -> None:
 
 
 def main() -> None:
-    """Serve until told to end."""
+    """Run the server."""
     parser = argparse.ArgumentParser(prog="python -m tuner.engines.vllm.server")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8100)

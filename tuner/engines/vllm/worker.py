@@ -1,9 +1,9 @@
-"""What vLLM's workers do for us, through its `worker_extension_cls`.
+"""Worker extension for vLLM (`worker_extension_cls`).
 
-They take tensors in a GPU's memory as plain values by which another process can open them (CUDA
+Workers receive tensors in GPU memory as plain values with which another process can open them (CUDA
 IPC). PyTorch describes a shared tensor by the arguments of `rebuild_cuda_tensor`, among them
-classes and bytes, which vLLM's own transports pickle. Whoever may send a pickle may run any code,
-so it is not one here: JSON goes over, of a fixed form, and the classes are those below.
+classes and bytes, which vLLM's own transports pickle. A pickle can run any code, so JSON of a fixed
+form is sent instead, and the classes are fixed here.
 
     {"GPU-52f1...": {"size": [4, 8], "stride": [8, 1], "offset": 0, "dtype": "bfloat16", ...}}
 """
@@ -18,20 +18,16 @@ import torch
 from torch.storage import TypedStorage
 
 Handles = Mapping[str, tuple[Any, ...]]
-"""By a GPU's UUID the arguments of `rebuild_cuda_tensor`, as vLLM has them."""
+"""The arguments of `rebuild_cuda_tensor` by GPU UUID, as vLLM has them."""
 
 
 def to_plain(handles: Handles) -> dict[str, dict[str, Any]]:
-    """What JSON can carry of `handles`, which are those of plain tensors."""
+    """Convert the handles of plain tensors to JSON values."""
     return {gpu: _plain(arguments) for gpu, arguments in handles.items()}
 
 
 def from_plain(plain: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
-    """What `to_plain` was given.
-
-    Raises:
-        ValueError: A value is not of its form.
-    """
+    """Inverse of `to_plain`; raises ValueError for a malformed value."""
     return {gpu: _arguments(fields) for gpu, fields in plain.items()}
 
 
@@ -49,7 +45,7 @@ def _plain(arguments: tuple[Any, ...]) -> dict[str, Any]:
     fields = dict(zip(_NAMES, arguments, strict=True))
     tensor_class, storage_class = fields.pop("tensor_class"), fields.pop("storage_class")
     if (tensor_class, storage_class) != (torch.Tensor, TypedStorage):
-        raise TypeError(f"{tensor_class} in {storage_class} cannot be shared, but plain tensors")
+        raise TypeError(f"only plain tensors can be shared, not {tensor_class} in {storage_class}")
     del fields["requires_grad"]
     for name in ("size", "stride"):
         fields[name] = list(fields[name])
@@ -61,7 +57,7 @@ def _plain(arguments: tuple[Any, ...]) -> dict[str, Any]:
 def _arguments(fields: Mapping[str, Any]) -> tuple[Any, ...]:
     dtype = getattr(torch, str(fields["dtype"]), None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype is {fields['dtype']!r}, which is no type of torch's")
+        raise ValueError(f"dtype is {fields['dtype']!r}, which is not a torch dtype")
     return (
         torch.Tensor,
         torch.Size(_number(fields, "size", at) for at in range(len(fields["size"]))),
@@ -84,7 +80,7 @@ def _arguments(fields: Mapping[str, Any]) -> tuple[Any, ...]:
 def _number(fields: Mapping[str, Any], name: str, at: int | None = None) -> int:
     value = fields[name] if at is None else fields[name][at]
     if not isinstance(value, int) or value < 0:
-        raise ValueError(f"{name} is {fields[name]!r}, but must be made of whole numbers")
+        raise ValueError(f"{name} is {fields[name]!r}, but must consist of whole numbers")
     return value
 
 
@@ -102,20 +98,20 @@ class WeightsExtension:
     update_weights: Callable[[dict[str, Any]], None]
 
     def tuner_receive_weights(self, info: dict[str, Any]) -> None:
-        """Take the weights that `info` tells of: to be broadcast, or in memory that is shared."""
+        """Receive weights, broadcast or in shared memory."""
         if "ipc_handles" in info:
             info = {**info, "ipc_handles": [from_plain(one) for one in info["ipc_handles"]]}
         self.update_weights(info)
 
     def tuner_load_weights(self, folder: str) -> None:
-        """Load a model's folder in place, in whatever form vLLM keeps the weights."""
+        """Load a model's folder in place, converted to vLLM's layout."""
         self.model_runner.reload_weights(weights_path=folder)
         self._pack_output_layers_again()
 
     def _pack_output_layers_again(self) -> None:
-        # On a CPU vLLM multiplies with packed copies. Its reload makes new ones where a layer's
-        # weights were in the checkpoint, which those of an output layer tied to the embeddings are
-        # not: 0.32 went on with the old ones.
+        # On a CPU vLLM multiplies with packed copies. Its reload repacks layers whose weights were
+        # in the checkpoint; those of an output layer tied to the embeddings were not, so 0.32 kept
+        # using the old copy.
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
         from vllm.platforms import current_platform
 

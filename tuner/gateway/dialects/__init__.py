@@ -1,4 +1,4 @@
-"""The dialects: each reads what a request asks for, and writes the answer in its own form."""
+"""Dialects: each parses requests and writes answers in its own format."""
 
 from __future__ import annotations
 
@@ -13,33 +13,31 @@ from tuner.gateway.sessions import Session
 
 
 class Exchange(Protocol):
-    """What a dialect is: a request that is read, and its answer written, whole or as events.
+    """A dialect: parses a request and writes its answer, whole or as events.
 
-    It is made of the session that asks, the role that its key names, and the body; and raises a
-    `RequestError` where the request cannot be read.
+    Created from the session, the role that its key names, and the body; raises a `RequestError` if
+    the request is invalid.
 
     Attributes:
-        completion: The request on its way, not yet begun.
+        completion: The request, not yet begun.
     """
 
     completion: Completion
 
     def __init__(self, session: Session, role: str | None, body: bytes) -> None: ...
 
-    def answer(self, answer: Answer) -> dict[str, Any]:
-        """The body of the response."""
-        ...
+    def answer(self, answer: Answer) -> dict[str, Any]: ...
 
     def opening(self) -> Sequence[bytes]:
         """The events before the first token."""
         ...
 
     def delta(self, index: int, delta: Delta) -> Sequence[bytes]:
-        """The events that tell how choice `index` has grown."""
+        """The events for new text of choice `index`."""
         ...
 
     def closing(self, answer: Answer) -> Sequence[bytes]:
-        """The events after the last token; what they end with is the terminal event."""
+        """The events after the last token, including the terminal event."""
         ...
 
     def failure(self, error: RequestError) -> bytes:
@@ -48,5 +46,5 @@ class Exchange(Protocol):
 
     @staticmethod
     def error(error: RequestError) -> bytes:
-        """The body of a response with an error status, in the dialect's own words."""
+        """The body of a response with an error status, in the dialect's format."""
         ...

@@ -1,4 +1,4 @@
-"""Anthropic's messages: the answer, whole or as events. `anthropic_request.py` reads the request.
+"""Anthropic's Messages API: requests, and answers whole or as events.
 
 Reasoning is a thinking block, the content a text block, each tool call a tool_use block, in this
 order. The ids of tool calls are those of chat completions.
@@ -39,7 +39,7 @@ from tuner.gateway.requests import (
 from tuner.gateway.service import Service, in_turn, sse
 from tuner.gateway.sessions import Session
 
-# Anthropic's content blocks, to the messages of chat completions.
+# Anthropic's content blocks, converted to messages of chat completions.
 
 
 Content = str | list[dict[str, Any]]
@@ -65,11 +65,7 @@ def read_messages(at: Path, value: Any) -> list[Message]:
 
 
 def system_content(at: Path, value: Any) -> Content:
-    """The content of the system message: text, or text parts.
-
-    Raises:
-        RequestError: 400 that names the block and the field.
-    """
+    """The content of the system message: text, or text parts."""
     return content_of([_text(*block) for block in _blocks(value, at, ("text",))])
 
 
@@ -78,7 +74,7 @@ def _system(content: Any, at: Path) -> list[Message]:
 
 
 def _user(content: Any, at: Path) -> list[Message]:
-    """Texts that follow one another make a user message, each tool result a tool message."""
+    """Adjacent texts become a user message, each tool result a tool message."""
     messages: list[Message] = []
     texts: list[str] = []
 
@@ -100,7 +96,7 @@ def _user(content: Any, at: Path) -> list[Message]:
 def _assistant(content: Any, at: Path) -> list[Message]:
     """One message, whatever the order of its blocks.
 
-    Blocks of one kind are joined with nothing in between: an answer that was one text can come in
+    Blocks of one kind are joined without a separator: an answer that was one text can come back in
     several blocks.
     """
     texts: list[str] = []
@@ -148,9 +144,7 @@ def _blocks(content: Any, at: Path, types: tuple[str, ...]) -> list[tuple[dict[s
                 "the block out",
             )
         if type_ not in types:
-            raise wrong(
-                (*here, "type"), f"is {shown(type_)}: what can be read here is {', '.join(types)}"
-            )
+            raise wrong((*here, "type"), f"is {shown(type_)}: supported are {', '.join(types)}")
         blocks.append((block, here))
     return blocks
 
@@ -161,7 +155,7 @@ def _text(block: dict[str, Any], at: Path) -> str:
 
 
 def _tool_call(block: dict[str, Any], at: Path) -> dict[str, Any]:
-    """A tool_use block; its input goes on as JSON text, which the model's own may differ from."""
+    """A tool_use block; its input becomes JSON text, which may differ from the model's own."""
     if block.get("caller") == {"type": "direct"}:
         block = {key: value for key, value in block.items() if key != "caller"}
     only_keys(block, ("type", "id", "name", "input", "cache_control"), at, "a tool_use block")
@@ -175,7 +169,7 @@ def _tool_call(block: dict[str, Any], at: Path) -> dict[str, Any]:
 
 
 def _tool_result(block: dict[str, Any], at: Path) -> Message:
-    """A tool message. Chat templates know no `is_error`: the text says it instead."""
+    """A tool message. Chat templates have no `is_error`: the text says it instead."""
     known = ("type", "tool_use_id", "content", "is_error", "cache_control")
     only_keys(block, known, at, "a tool_result block")
     failed = boolean((*at, "is_error"), block.get("is_error") or False)
@@ -191,10 +185,10 @@ def _tool_result(block: dict[str, Any], at: Path) -> Message:
     }
 
 
-# Anthropic's Messages requests, read field by field.
+# Anthropic's Messages requests.
 #
-# `MESSAGES_FIELDS` is the whole table: a field is honoured, without effect, or refused by name.
-# Forced tools and schemas are honoured exactly where they are honoured in chat completions.
+# `MESSAGES_FIELDS` is the complete table: a field is supported, has no effect, or is rejected by
+# name. Forced tools and schemas have the same support as in chat completions.
 #
 #     system                           a system message
 #     user: text, tool_result          tool messages and user messages, in their order
@@ -206,7 +200,7 @@ _MAX_STOP_SEQUENCES = 64
 
 
 def read_messages_request(body: bytes, service: Service) -> CompletionRequest:
-    """The Messages request in `body`.
+    """Parse the Messages request in `body`.
 
     Raises:
         RequestError: 400 that names the field, its value and what to do.
@@ -220,14 +214,14 @@ def read_messages_request(body: bytes, service: Service) -> CompletionRequest:
     if values["messages"][-1]["role"] == "assistant":
         raise wrong(
             ("messages",),
-            "ends with an assistant message: an answer cannot be continued from given words here, "
-            "since the chat template begins a turn of its own; end with a user message",
+            "ends with an assistant message: this gateway cannot continue a given answer, since "
+            "the chat template starts a new turn; end with a user message",
         )
     return _request(values, service)
 
 
 def read_count_request(body: bytes, service: Service) -> CompletionRequest:
-    """The request to count tokens in `body`.
+    """Parse the request to count tokens in `body`.
 
     Raises:
         RequestError: 400 that names the field, its value and what to do.
@@ -239,19 +233,18 @@ def read_count_request(body: bytes, service: Service) -> CompletionRequest:
 
 
 def _request(values: dict[str, Any], service: Service) -> CompletionRequest:
-    """What `values` ask for."""
     values["stop"] = values.pop("stop_sequences", ())
     output = values.pop("output_config", {})
     schema = output.get("format")
     if "output_format" in values:
         if schema is not None:
             raise FieldError(
-                "output_format and output_config.format are both given: send the latter",
+                "output_format and output_config.format are both set: send the latter",
                 path=("output_format",),
             )
         schema = values.pop("output_format")
     if schema is not None:
-        # Where chat completions have it, in whose words a schema that does not compile is refused.
+        # Where chat completions have it, whose message is used for a schema that does not compile.
         at = ("response_format", "json_schema", "schema")
         values["response_format"] = AnswerSchema(schema, at)
     if "system" in values:
@@ -270,13 +263,13 @@ def _request(values: dict[str, Any], service: Service) -> CompletionRequest:
     except RequestError as error:
         name = _as_sent(error.path or ())
         raise FieldError(
-            f"{dotted(name)}, in the words of chat completions: {error.message}", path=name
+            f"{dotted(name)}, in terms of chat completions: {error.message}", path=name
         ) from error
     return request
 
 
 def _as_sent(path: Path) -> Path:
-    """Where a demand on the form of the answer stands in a Messages request."""
+    """The place of a form requirement in a Messages request."""
     match path:
         case ("response_format",):
             return ("output_config", "format")
@@ -290,7 +283,7 @@ def _as_sent(path: Path) -> Path:
 def _template_kwargs(
     thinking: str | None, effort: str | None, given: dict[str, Any], renderer: ChatRenderer
 ) -> dict[str, Any]:
-    """What `thinking` and `effort` say in the words of the chat template."""
+    """Template keywords for `thinking` and `effort`."""
     kwargs: dict[str, Any] = {}
     if thinking == "disabled":
         kwargs["enable_thinking"] = False
@@ -306,8 +299,8 @@ def _template_kwargs(
         if not renderer.reads("reasoning_effort"):
             raise wrong(
                 ("output_config", "effort"),
-                f"is {shown(effort)}, but the model's chat template reads no reasoning_effort: "
-                "leave it out",
+                f"is {shown(effort)}, but the model's chat template does not read "
+                "reasoning_effort: leave it out",
             )
         kwargs["reasoning_effort"] = effort
     for key, value in kwargs.items():
@@ -323,8 +316,8 @@ def _template_kwargs(
 def _thinking(at: Path, value: Any) -> str:
     """The type of a thinking configuration.
 
-    `budget_tokens` is Anthropic's target for the length of the reasoning, not a limit; what limits
-    it, there and here, is `max_tokens`. It is checked and has no effect.
+    `budget_tokens` is Anthropic's target for the length of the reasoning, not a limit; `max_tokens`
+    is the limit, there and here. It is checked and has no effect.
     """
     config = object_field(at, value)
     type_ = config.get("type")
@@ -337,8 +330,8 @@ def _thinking(at: Path, value: Any) -> str:
             if item not in (None, "summarized"):
                 raise wrong(
                     (*at, key),
-                    f"is {shown(item)}: the reasoning is always shown here, so that it can come "
-                    "back with the next request; leave it out",
+                    f"is {shown(item)}: the reasoning is always returned, so that it can be sent "
+                    "with the next request; leave it out",
                 )
         elif key != "type" and item is not None:
             raise wrong(
@@ -357,7 +350,7 @@ def _tool(at: Path, value: Any) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
         raise wrong(
             (*at, "type"),
-            f"is {shown(tool['type'])}: tools that Anthropic runs or describes are not known here; "
+            f"is {shown(tool['type'])}: tools that Anthropic runs or describes are not supported; "
             "send a custom tool with its own input_schema",
         )
     for key, item in tool.items():
@@ -379,7 +372,7 @@ def _tool(at: Path, value: Any) -> dict[str, Any]:
 
 
 def _tool_choice(at: Path, value: Any) -> dict[str, Any]:
-    """The fields of a `CompletionRequest` that say the same."""
+    """The corresponding fields of a `CompletionRequest`."""
     choice = object_field(at, value)
     type_ = choice.get("type")
     if not isinstance(type_, str) or type_ not in _TOOL_CHOICES:
@@ -412,12 +405,12 @@ _TOOL_CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def _output_config(at: Path, value: Any) -> dict[str, Any]:
-    """The effort and the JSON schema that are asked for, where they are."""
+    """The requested effort and JSON schema, if any."""
     config = object_field(at, value)
     result: dict[str, Any] = {}
     for key, item in config.items():
         if key not in ("effort", "format"):
-            raise wrong((*at, key), "is not known: leave it out")
+            raise wrong((*at, key), "is unknown: leave it out")
         if item is not None:
             result[key] = (string if key == "effort" else _format)((*at, key), item)
     return result
@@ -433,8 +426,8 @@ def _format(at: Path, value: Any) -> dict[str, Any]:
     return object_field((*at, "schema"), format_["schema"])
 
 
-_ONE_MACHINE = "there is nothing of Anthropic's service behind this gateway"
-_NO_EDITS = "the conversation is taken as it is sent"
+_ONE_MACHINE = "Anthropic's service is not behind this gateway"
+_NO_EDITS = "the conversation is used as it is sent"
 
 _TOOL_FIELDS: dict[str, Reader] = {
     "type": string,
@@ -449,9 +442,9 @@ _TOOL_FIELDS: dict[str, Reader] = {
     "input_examples": only([], because="chat templates have no place for examples"),
 }
 
-# What the prompt hangs on, and what a request to count its tokens may have besides.
+# Fields that affect the prompt, and others that a request to count its tokens may have.
 COUNT_FIELDS: dict[str, Reader] = {
-    # Honoured.
+    # Supported.
     "model": string,
     "messages": read_messages,
     "system": system_content,
@@ -460,38 +453,38 @@ COUNT_FIELDS: dict[str, Reader] = {
     "thinking": _thinking,
     "output_config": _output_config,
     "output_format": _format,
-    # Honoured, and not Anthropic's: the same as in chat completions.
+    # Supported, and not Anthropic's: the same as in chat completions.
     "chat_template_kwargs": object_field,
-    # Accepted: bookkeeping of Anthropic's service, which changes nothing about the answer.
+    # Accepted: bookkeeping of Anthropic's service, without effect on the answer.
     "cache_control": without_effect(object_field),
     "user_profile_id": without_effect(string),
     "workspace_id": without_effect(string),
-    # Accepted at the values that change nothing.
+    # Accepted at neutral values.
     "speed": only("standard", because=_ONE_MACHINE),
     "mcp_servers": only([], because="the gateway calls no tools; give the agent the tools"),
     "context_management": only({}, {"edits": []}, because=_NO_EDITS),
-    # Refused.
+    # Rejected.
     "betas": only(because="these names belong in the anthropic-beta header"),
 }
 
 MESSAGES_FIELDS: dict[str, Reader] = {
     **COUNT_FIELDS,
-    # Honoured.
+    # Supported.
     "max_tokens": integer(1),
     "temperature": number(0, 1),
     "top_p": number(0, 1, above=True),
     "top_k": top_k,
     "stop_sequences": partial(strings_that_end, most=_MAX_STOP_SEQUENCES),
     "stream": boolean,
-    # Honoured, and not Anthropic's: the same as in chat completions.
+    # Supported, and not Anthropic's: the same as in chat completions.
     "seed": integer(-(2**63), 2**63 - 1),
-    # Accepted: bookkeeping of Anthropic's service, which changes nothing about the answer.
+    # Accepted: bookkeeping of Anthropic's service, without effect on the answer.
     "metadata": without_effect(object_field),
     "service_tier": without_effect(string),
     "inference_geo": without_effect(string),
-    # Accepted at the values that change nothing.
+    # Accepted at neutral values.
     "diagnostics": only({}, {"previous_message_id": None}, because=_ONE_MACHINE),
-    # Refused.
+    # Rejected.
     "container": only(because="no code is run here"),
     "compaction": only(because=_NO_EDITS),
     "thread": only(because=_NO_EDITS),
@@ -507,7 +500,7 @@ Block = dict[str, Any]
 class MessagesExchange:
     """`POST /v1/messages`.
 
-    A stream tells reasoning and text as they are certain, and the tool calls after them, each in
+    A stream sends reasoning and text when they are certain, and the tool calls after them, each in
     one piece: text that follows a call belongs to the text block before it, as in the whole answer.
     """
 
@@ -539,7 +532,7 @@ class MessagesExchange:
         }
 
     def opening(self) -> Sequence[bytes]:
-        # What the engine has cached is not known yet: the counts at the end replace these.
+        # The number of cached tokens is not known yet: the counts at the end replace these.
         usage = {
             "input_tokens": self.completion.prompt_tokens,
             "cache_creation_input_tokens": 0,
@@ -600,11 +593,11 @@ class MessagesExchange:
         }
 
     def _signature(self) -> str:
-        """What a thinking block is signed with, which clients send back: the id of its call."""
+        """The signature of a thinking block, which clients send back: the id of its call."""
         return self.completion.call_id(0)
 
     def _within(self, block: Block) -> list[bytes]:
-        """The events that make a block of this type the open one."""
+        """The events that make a block of this type the current one."""
         return [] if self._open == block["type"] else [*self._end(), *self._begin(block)]
 
     def _begin(self, block: Block) -> list[bytes]:
@@ -626,10 +619,10 @@ class MessagesExchange:
 
 
 async def count_tokens(session: Session, body: bytes) -> dict[str, int]:
-    """The answer to `POST /v1/messages/count_tokens`: the prompt that a request would have now.
+    """The answer to `POST /v1/messages/count_tokens`: the size of the prompt of a request.
 
     Raises:
-        RequestError: The request cannot be honoured.
+        RequestError: The request is invalid.
     """
     request = read_count_request(body, session.service)
     session.check_model(request.model)
@@ -638,7 +631,7 @@ async def count_tokens(session: Session, body: bytes) -> dict[str, int]:
 
 
 def models(model_name: str) -> dict[str, Any]:
-    """The body of the list of models, which holds the one."""
+    """The body of the list of models, which has one entry."""
     model = {
         "type": "model",
         "id": model_name,
@@ -656,10 +649,10 @@ def _tool_uses(choice: Choice) -> list[Block]:
 
 
 def _input(arguments: str) -> Any:
-    """The object that a call's arguments spell, as a client can read it.
+    """The parsed arguments of a call, in a form that clients can read.
 
-    The model can write what JSON's grammar allows and a client's parser does not: numbers beyond
-    the range of floats become the largest one, halves of surrogate pairs question marks.
+    The model can write valid JSON that a client's parser rejects: numbers beyond the range of
+    floats become the largest float, halves of surrogate pairs question marks.
     """
     value = json.loads(arguments, parse_float=_finite)
     if "\\u" in arguments:
@@ -675,7 +668,7 @@ _LARGEST = sys.float_info.max
 
 
 def _stop(choice: Choice) -> dict[str, Any]:
-    """Why the answer ended; tool calls count for more than the string that ended them."""
+    """Why the answer ended; tool calls take precedence over a stop string."""
     reason = "max_tokens" if choice.finish_reason == "length" else "end_turn"
     string = choice.stop_string
     if choice.finish_reason == "tool_calls":
@@ -686,7 +679,7 @@ def _stop(choice: Choice) -> dict[str, Any]:
 
 
 def _usage(answer: Answer) -> dict[str, int]:
-    """Token counts in Anthropic's sense: input_tokens are those that were not cached."""
+    """Token counts in Anthropic's sense: input_tokens excludes cached tokens."""
     return {
         "input_tokens": answer.prompt_tokens - answer.cached_tokens,
         "cache_creation_input_tokens": 0,

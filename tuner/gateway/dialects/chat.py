@@ -1,7 +1,7 @@
-"""OpenAI's chat completions: a request read, and its answer written, whole or as chunks.
+"""OpenAI's chat completions: requests, and answers whole or as chunks.
 
-`CHAT_FIELDS` is the whole table: a field is honoured, without effect, or refused by name. One that
-is not in it is unknown and refused too.
+`CHAT_FIELDS` is the complete table: a field is supported, has no effect, or is rejected by name.
+Fields that are not in it are rejected as unknown.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from tuner.gateway.requests import (
 from tuner.gateway.service import sse
 from tuner.gateway.sessions import Session
 
-LOWEST_LOGPROB = -9999.0  # what OpenAI's API reports for "almost impossible"; JSON has no -inf
+LOWEST_LOGPROB = -9999.0  # OpenAI's API reports this for "almost impossible"; JSON has no -inf
 DONE = b"data: [DONE]\n\n"
 
 
 def read_chat_request(body: bytes, capabilities: EngineCapabilities) -> CompletionRequest:
-    """The chat completion request in `body`.
+    """Parse the chat completion request in `body`.
 
     Raises:
         RequestError: 400 that names the field, its value and what to do.
@@ -77,11 +77,7 @@ def read_chat_request(body: bytes, capabilities: EngineCapabilities) -> Completi
 
 
 def read_tool_choice(at: Path, value: Any) -> ToolChoice:
-    """Whether tools are called.
-
-    Raises:
-        RequestError: 400 that says which values there are.
-    """
+    """Whether tools are called."""
     if value in ("none", "auto", "required"):
         return ToolChoice(value)
     if isinstance(value, dict) and value.get("type") == "function":
@@ -108,13 +104,13 @@ def read_tool_choice(at: Path, value: Any) -> ToolChoice:
 
 
 def check_mode(at: Path, value: Any) -> None:
-    """Refuse a mode of allowed tools that there is not."""
+    """Reject an unknown mode of allowed tools."""
     if value not in ("auto", "required"):
         raise wrong(at, f"is {shown(value)}: send 'auto' or 'required'")
 
 
 def some_tools(at: Path, value: Any) -> list[Any]:
-    """The tools that are allowed, of which there are some."""
+    """The allowed tools; at least one."""
     if not isinstance(value, list) or not value:
         raise wrong(at, "must be an array of at least one tool")
     return value
@@ -129,11 +125,7 @@ def _function_name(value: dict[str, Any], at: Path) -> str:
 
 
 def read_response_format(at: Path, value: Any) -> AnswerSchema | None:
-    """The JSON that an answer must be; None for any text.
-
-    Raises:
-        RequestError: 400 that names what is wrong.
-    """
+    """The JSON that an answer must be; None for any text."""
     type_ = object_field(at, value).get("type")
     if type_ not in ("text", "json_object", "json_schema"):
         raise wrong(
@@ -146,11 +138,7 @@ def read_response_format(at: Path, value: Any) -> AnswerSchema | None:
 
 
 def read_schema(at: Path, value: Any) -> AnswerSchema:
-    """A schema with its name.
-
-    Raises:
-        RequestError: 400 that names what is wrong.
-    """
+    """A schema with its name."""
     form = object_field(at, value)
     _only(form, ("name", "schema", "strict", "description"), at)
     name((*at, "name"), form.get("name"))
@@ -167,11 +155,11 @@ def _only(value: dict[str, Any], known: Sequence[str], at: Path) -> None:
             raise wrong((*at, key), f"is not a field of it ({', '.join(known)}): leave it out")
 
 
-_USE_TOOLS = "functions became tools: use tools and tool_choice"
+_USE_TOOLS = "functions were replaced by tools: use tools and tool_choice"
 _TEXT_ONLY = "the model writes text only"
-_IN_TEMPLATE = "what the chat template reads goes into chat_template_kwargs (extra_body)"
+_IN_TEMPLATE = "keywords of the chat template belong in chat_template_kwargs (extra_body)"
 
-# Honoured where the engine does.
+# Supported if the engine supports them.
 RARE_FIELDS: dict[str, Reader] = {
     "min_p": number(0, 1),
     "repetition_penalty": number(0, 10, above=True),
@@ -181,9 +169,9 @@ RARE_FIELDS: dict[str, Reader] = {
     "bad_words": words,
     "stop_token_ids": token_ids,
 }
-# What text completions have too, and means the same there.
+# Fields shared with text completions, with the same meaning.
 SHARED_FIELDS: dict[str, Reader] = {
-    # Honoured.
+    # Supported.
     "model": string,
     "temperature": number(0, 2),
     "top_p": number(0, 1, above=True),
@@ -196,16 +184,16 @@ SHARED_FIELDS: dict[str, Reader] = {
     "return_token_ids": boolean,
     "stream": boolean,
     "stream_options": stream_options,
-    # Accepted: bookkeeping of OpenAI's service, which changes nothing about the completion.
+    # Accepted: bookkeeping of OpenAI's service, without effect on the completion.
     "user": without_effect(string),
-    # Accepted at the values that change nothing.
+    # Accepted at neutral values.
     "min_tokens": only(0, because="the end of a turn cannot be put off here"),
     "ignore_eos": only(False, because="the end of a turn cannot be put off here"),
 }
 
 CHAT_FIELDS: dict[str, Reader] = {
     **SHARED_FIELDS,
-    # Honoured.
+    # Supported.
     "messages": lambda at, value: check_messages(value),
     "tools": lambda at, value: check_tools(value),
     "tool_choice": read_tool_choice,
@@ -215,17 +203,17 @@ CHAT_FIELDS: dict[str, Reader] = {
     "logprobs": boolean,
     "top_logprobs": integer(0, 20),
     "chat_template_kwargs": object_field,
-    # Accepted: bookkeeping of OpenAI's service, which changes nothing about the completion.
+    # Accepted: bookkeeping of OpenAI's service, without effect on the completion.
     "metadata": without_effect(object_field),
     "safety_identifier": without_effect(string),
     "prompt_cache_key": without_effect(string),
     "prompt_cache_options": without_effect(object_field),
     "prompt_cache_retention": without_effect(string),
     "service_tier": without_effect(string),
-    # Accepted at the values that change nothing.
+    # Accepted at neutral values.
     "store": only(False, because="answers are kept in the rollout's trace only"),
     "modalities": only(["text"], because=_TEXT_ONLY),
-    # Refused.
+    # Rejected.
     "audio": only(because=_TEXT_ONLY),
     "prediction": only(because="predicted outputs are not used here"),
     "moderation": only(because="there is no moderation here"),
@@ -241,20 +229,21 @@ CHAT_FIELDS: dict[str, Reader] = {
 class ChatExchange:
     """`POST /v1/chat/completions`.
 
-    A stream's chunks carry text as it is certain and each tool call whole. Log-probs and token ids,
-    if asked for, come with the last chunk of their choice: a token is not always a piece of text.
+    A stream's chunks carry text when it is certain, and each tool call whole. Log-probs and token
+    ids, if requested, come with the last chunk of their choice: a token is not always a piece of
+    text.
 
     Args:
-        session: Whose request it is.
+        session: The session of the request.
         role: The role that its key names, or None.
-        body: What was sent.
+        body: The request's body.
 
     Raises:
-        RequestError: The request cannot be read.
+        RequestError: The request is invalid.
     """
 
     chunk = "chat.completion.chunk"
-    """What a piece of a stream is called."""
+    """The object type of a stream's pieces."""
 
     def __init__(self, session: Session, role: str | None, body: bytes) -> None:
         request = read_chat_request(body, session.service.engine.capabilities)
@@ -341,7 +330,7 @@ class ChatExchange:
 
 
 def models(model_name: str) -> dict[str, Any]:
-    """The body of the list of models, which holds the one."""
+    """The body of the list of models, which has one entry."""
     model = {"id": model_name, "object": "model", "created": 0, "owned_by": "tuner"}
     return {"object": "list", "data": [model]}
 
@@ -369,7 +358,7 @@ def chat_logprobs(renderer: ChatRenderer, generation: Generation) -> dict[str, A
 
 
 def reported(logprob: float) -> float:
-    """A log-prob as JSON can hold it."""
+    """A log-prob that JSON can hold."""
     return logprob if math.isfinite(logprob) else LOWEST_LOGPROB
 
 

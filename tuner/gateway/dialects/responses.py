@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: the answer, whole or as events. `responses_request.py` reads requests."""
+"""OpenAI's Responses API: requests, and answers whole or as events."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ from tuner.gateway.requests import (
 from tuner.gateway.service import sse
 from tuner.gateway.sessions import KeptResponse, Session
 
-# Items of the Responses API, read into the messages of chat completions.
+# Items of the Responses API, converted to the messages of chat completions.
 #
-# What chat completions say in one assistant message, the Responses API says in several items:
+# One assistant message of chat completions is several items of the Responses API:
 #
 #     {"role": "assistant",                         {"type": "reasoning", "id": "rs_R"}
 #      "reasoning_content": ..., "content": ...,    {"type": "message", "id": "msg_R"}
 #      "tool_calls": [...]}                         {"type": "function_call", "id": "fc_R_0"}, ...
 #
-# The items of response `resp_R` have ids that end with its own, so they find together again, in any
-# order. Items without such ids (clients may leave them out) are one message as far as they can be.
+# The items of response `resp_R` have ids that end with R, so they are joined again, in any order.
+# Items without such ids (clients may omit them) are joined into one message as far as possible.
 
 
 Item = dict[str, Any]
@@ -66,14 +66,14 @@ _ROLES = ("user", "assistant", "system", "developer")
 
 
 def read_items(items: list[Any], kept: Mapping[str, KeptResponse]) -> list[Message]:
-    """The chat messages that `input` says.
+    """The chat messages of `input`.
 
     Args:
         items: As sent.
         kept: The session's responses by id, which items may refer to.
 
     Raises:
-        RequestError: 400 that names the item and the field; 404: a reference leads nowhere.
+        RequestError: 400 that names the item and the field; 404: an unknown reference.
     """
     reader = _ItemReader(kept)
     for index, item in enumerate(items):
@@ -82,7 +82,7 @@ def read_items(items: list[Any], kept: Mapping[str, KeptResponse]) -> list[Messa
 
 
 class _ItemReader:
-    """Puts items together to messages."""
+    """Joins items to messages."""
 
     def __init__(self, kept: Mapping[str, KeptResponse]) -> None:
         self.messages: list[Message] = []
@@ -92,7 +92,7 @@ class _ItemReader:
 
     def add(self, item: Any, at: Path) -> None:
         type_ = object_field(at, item).get("type")
-        if type_ is None:  # OpenAI's types leave it out for these two
+        if type_ is None:  # OpenAI's types omit it for these two
             type_ = "message" if "role" in item else "item_reference" if "id" in item else None
         readers: dict[Any, tuple[Callable[[Item, Path], None], tuple[str, ...]]] = {
             "message": (self._message, ("role", "content", "status")),
@@ -104,7 +104,7 @@ class _ItemReader:
         if not isinstance(type_, str) or type_ not in readers:
             raise wrong(
                 (*at, "type"),
-                f"is {shown(type_)}: this gateway knows items of type {', '.join(readers)}",
+                f"is {shown(type_)}: this gateway supports items of type {', '.join(readers)}",
             )
         read, known = readers[type_]
         only_keys(item, ("type", "id", *known), at, f"an item of type {type_!r}")
@@ -172,7 +172,7 @@ class _ItemReader:
         return None if response is None else response.items.get(id_)
 
     def _turn(self, item: Item, key: str) -> Message:
-        """The assistant message that an item belongs to, which will give it `key`."""
+        """The assistant message that an item belongs to, which gets `key`."""
         response = _response_of(item.get("id"))
         if response in self._of_response:
             turn: Message | None = self._of_response[response]
@@ -199,13 +199,13 @@ def _says(message: Message, keys: tuple[str, ...]) -> bool:
 
 
 def _response_of(item_id: Any) -> str | None:
-    """What the id of an item and that of its response have in common."""
+    """The common part of an item's id and its response's id."""
     match = _ITEM_ID.fullmatch(item_id) if isinstance(item_id, str) else None
     return match[1] if match else None
 
 
 def _text_parts(content: Any, at: Path) -> str | list[dict[str, Any]]:
-    """Text as a chat message has it: one string, or several text parts."""
+    """Text in the form of a chat message: one string, or several text parts."""
     if isinstance(content, str):
         return content
     return content_of(_texts(content, at, ("input_text", "output_text")))
@@ -228,17 +228,16 @@ def _texts(parts: Any, at: Path, types: tuple[str, ...]) -> list[str]:
     return texts
 
 
-# A request of the Responses API, read field by field.
+# Requests of the Responses API.
 #
-# `RESPONSES_FIELDS` is the whole table: a field is honoured, without effect, or refused by name.
-# What means the same in chat completions is read by the readers of `CHAT_FIELDS`, under its name
-# here.
+# `RESPONSES_FIELDS` is the complete table: a field is supported, has no effect, or is rejected by
+# name. Fields with the same meaning as in chat completions use the readers of `CHAT_FIELDS`.
 
 
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = (
     _LOGPROBS,
-    # Reasoning is in the answer as text; the others belong to tools that are refused.
+    # Reasoning is in the answer as text; the others belong to rejected tools.
     "reasoning.encrypted_content",
     "file_search_call.results",
     "web_search_call.results",
@@ -254,7 +253,7 @@ class ResponsesRequest:
     """A request of the Responses API.
 
     Attributes:
-        completion: What is asked for.
+        completion: The parsed request.
         history: Its messages without the instructions.
         store: Whether the response can be continued by its id.
         fields: The fields that the answer repeats, as sent; tools as they are used.
@@ -269,12 +268,12 @@ class ResponsesRequest:
 def read_responses_request(
     body: bytes, kept: Mapping[str, KeptResponse], capabilities: EngineCapabilities
 ) -> ResponsesRequest:
-    """The request in `body`.
+    """Parse the request in `body`.
 
     Args:
         body: JSON.
         kept: The responses that can be continued, by id.
-        capabilities: What the engine can do.
+        capabilities: Capabilities of the engine.
 
     Raises:
         RequestError: 400 or 404 that names the field, its value and what to do.
@@ -320,7 +319,7 @@ def read_responses_request(
 
 
 def as_sent(path: Path) -> str:
-    """What a field of a `CompletionRequest` is called in the Responses API."""
+    """The name of a `CompletionRequest`'s field in the Responses API."""
     match path:
         case ("messages", *_):
             return "input"
@@ -332,7 +331,7 @@ def as_sent(path: Path) -> str:
 
 
 def _earlier(response_id: str | None, kept: Mapping[str, KeptResponse]) -> list[Message]:
-    """The conversation that `previous_response_id` stands for."""
+    """The conversation of `previous_response_id`."""
     if response_id is None:
         return []
     if response_id not in kept:
@@ -347,7 +346,7 @@ def _earlier(response_id: str | None, kept: Mapping[str, KeptResponse]) -> list[
 
 
 def _form(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Tools, and what is demanded of a completion's form."""
+    """Tools, and required form of the completion."""
     form: dict[str, Any] = {
         "tools": [_function(tool) for tool in values.get("tools", ())],
         "tool_choice": _choice(values.get("tool_choice")),
@@ -368,9 +367,9 @@ def _form(values: Mapping[str, Any]) -> dict[str, Any]:
 def _is_constrained(tool: Mapping[str, Any]) -> bool:
     """Whether a tool's arguments are constrained to its schema; the answer's `tools` say so.
 
-    OpenAI means `strict` unless it is told otherwise. Here it is what the request says: not every
-    engine and model family can be held to a schema, and a request that did not ask for it need not
-    fail. This is the one place that decides it.
+    OpenAI's default for `strict` is true. Here it is false, because not every engine and model
+    family supports schemas, and a request that did not ask for it need not fail. Only this function
+    decides it.
     """
     return bool(tool.get("strict", False))
 
@@ -413,7 +412,7 @@ def _input(at: Path, value: Any) -> str | list[Any]:
 
 
 def _tools(at: Path, value: Any) -> list[dict[str, Any]]:
-    """Function tools, with the `strict` that is in force."""
+    """Function tools, with the effective value of `strict`."""
     return [_tool((*at, index), tool) for index, tool in enumerate(array(at, value))]
 
 
@@ -422,8 +421,8 @@ def _tool(at: Path, tool: Any) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise wrong(
             (*at, "type"),
-            f"is {shown(tool.get('type'))}: this gateway runs no tools of its own; give the model "
-            "a function",
+            f"is {shown(tool.get('type'))}: this gateway runs no tools itself; give the model a "
+            "function",
         )
     given = _TOOL(at, tool)
     name((*at, "name"), given.get("name"))
@@ -434,7 +433,7 @@ def _tool(at: Path, tool: Any) -> dict[str, Any]:
 
 
 def _tool_choice(at: Path, value: Any) -> str | dict[str, Any]:
-    """As sent; a function that is named has a name."""
+    """As sent; a named function has a name."""
     if isinstance(value, str):
         return value
     choice = object_field(at, value)
@@ -456,7 +455,7 @@ def _tool_choice(at: Path, value: Any) -> str | dict[str, Any]:
 
 
 def _object_of(**readers: Reader) -> Reader:
-    """An object of which each field that says something is read."""
+    """A reader of an object whose non-empty fields are read."""
 
     def read(at: Path, value: Any) -> dict[str, Any]:
         given = {key: inner for key, inner in object_field(at, value).items() if inner is not None}
@@ -490,13 +489,13 @@ def _any(at: Path, value: Any) -> Any:
     return value
 
 
-# Fields of this gateway's own, which mean the same in chat completions.
+# Extensions of this gateway, with the same meaning as in chat completions.
 _EXTENSIONS = ("top_k", "seed", "chat_template_kwargs", *RARE_FIELDS)
-_NO_SUMMARY = "no summaries are written here; the reasoning itself is in the answer"
+_NO_SUMMARY = "this gateway writes no summaries; the reasoning itself is in the answer"
 _NO_STATE = "a conversation is continued by previous_response_id or by its items"
 
 RESPONSES_FIELDS: dict[str, Reader] = {
-    # Honoured.
+    # Supported.
     "model": string,
     "input": _input,
     "instructions": string,
@@ -516,7 +515,7 @@ RESPONSES_FIELDS: dict[str, Reader] = {
         include_obfuscation=only(False, because="streams are not padded here")
     ),
     **{name: CHAT_FIELDS[name] for name in _EXTENSIONS},
-    # Accepted: bookkeeping of OpenAI's service, which changes nothing about the completion.
+    # Accepted: bookkeeping of OpenAI's service, without effect on the completion.
     "metadata": object_field,
     "user": string,
     "safety_identifier": string,
@@ -532,7 +531,7 @@ RESPONSES_FIELDS: dict[str, Reader] = {
     "prompt_cache_retention": without_effect(string),
     "service_tier": without_effect(string),
     "max_tool_calls": without_effect(integer(1)),  # of tools that OpenAI runs
-    # Accepted at the values that change nothing.
+    # Accepted at neutral values.
     "reasoning": _object_of(
         effort=_any,
         summary=only(because=_NO_SUMMARY),
@@ -543,7 +542,7 @@ RESPONSES_FIELDS: dict[str, Reader] = {
     "background": only(False, because="a response is answered while its caller waits"),
     "truncation": only("disabled", because="a conversation that is too long is refused, not cut"),
     "context_management": only([], because="a conversation that is too long is refused, not cut"),
-    # Refused.
+    # Rejected.
     "background_options": only(because="a response is answered while its caller waits"),
     "conversation": only(because=_NO_STATE),
     "prompt": only(because="there are no stored prompts here; send instructions and input"),
@@ -556,9 +555,10 @@ RESPONSES_FIELDS: dict[str, Reader] = {
 class ResponsesExchange:
     """`POST /v1/responses`.
 
-    A stream tells reasoning and message as they are certain, and each call whole, at the end. What
-    is done is said at the end too, because some models go on with their reasoning after a message.
-    Log-probs, if asked for, come with the message's end: a token is not always a piece of text.
+    A stream sends reasoning and message when they are certain, and each call whole, at the end.
+    Completed items are also announced at the end, because some models continue their reasoning
+    after a message. Log-probs, if requested, come with the message's end: a token is not always a
+    piece of text.
     """
 
     def __init__(self, session: Session, role: str | None, body: bytes) -> None:
@@ -593,7 +593,7 @@ class ResponsesExchange:
                     "cache_write_tokens": 0,
                 },
                 "output_tokens": answer.completion_tokens,
-                # Those before the end of the reasoning: its tags count.
+                # Those before the end of the reasoning, including its tags.
                 "output_tokens_details": {
                     "reasoning_tokens": self._tokens_of(choice, _reasoning_end(choice))
                 },
@@ -638,7 +638,7 @@ class ResponsesExchange:
         return error.body(as_sent)
 
     def _grow(self, type_: str, text: str) -> list[bytes]:
-        """A message or the reasoning has grown by `text`; the first time it is begun."""
+        """Events for new text of a message or the reasoning, including its beginning."""
         events = []
         item = new_item(type_, self.completion.id.removeprefix(RESPONSE_PREFIX))
         part, details = _EMPTY_PARTS[type_], _TEXT_DETAILS[type_]
@@ -653,7 +653,7 @@ class ResponsesExchange:
         return events
 
     def _done(self, at: int, item: Item) -> list[bytes]:
-        """A message or the reasoning is complete."""
+        """Events for a complete message or reasoning."""
         (part,) = item["content"]
         details = {"text": part["text"]}
         if item["type"] == "message":
@@ -665,7 +665,7 @@ class ResponsesExchange:
         ]
 
     def _call(self, at: int, item: Item) -> list[bytes]:
-        """A call, whole."""
+        """Events for a complete call."""
         begun = {**item, "arguments": "", "status": "in_progress"}
         where = {"output_index": at, "item_id": item["id"]}
         kind, arguments = "response.function_call_arguments", item["arguments"]
@@ -685,14 +685,14 @@ class ResponsesExchange:
         return sse({"type": type_, "sequence_number": number, **details}, event=type_)
 
     def _logprobs(self, choice: Choice) -> list[dict[str, Any]]:
-        """The log-probs of the tokens that spell the message."""
+        """The log-probs of the tokens of the message."""
         content = choice.parsed.content
         if not self.completion.request.logprobs or content is None:
             return []
         text = choice.text
         after = _reasoning_end(choice)
         start = text.find(content, after)
-        # A message in several pieces, around calls, is all that follows the reasoning.
+        # A message in several pieces, around calls, is everything after the reasoning.
         spans = (after, len(text)) if start < 0 else (start, start + len(content))
         first, last = (self._tokens_of(choice, end) for end in spans)
         entries = chat_logprobs(self.completion.service.renderer, choice.generation)["content"][
@@ -700,11 +700,11 @@ class ResponsesExchange:
         ]
         for entry in entries:
             for token in (entry, *entry["top_logprobs"]):
-                token["bytes"] = token["bytes"] or []  # not null here, where they are not known
+                token["bytes"] = token["bytes"] or []  # must not be null here if unknown
         return list(entries)
 
     def _tokens_of(self, choice: Choice, end: int) -> int:
-        """How many tokens, from the first on, are needed to spell a choice's text up to `end`."""
+        """Number of leading tokens needed for a choice's text up to `end`."""
         ids, decode = choice.generation.completion_ids, self.completion.service.renderer.decode
         text = choice.text[:end]
         return bisect_left(
@@ -712,7 +712,7 @@ class ResponsesExchange:
         )
 
     def _frame(self, status: str) -> dict[str, Any]:
-        """The response without what the model says."""
+        """The response without the model's output."""
         fields, defaults = self._asked.fields, self.completion.session.defaults
         return {
             "id": self.completion.id,
@@ -752,11 +752,11 @@ _REPEATED: dict[str, Any] = {
     "top_logprobs": 0,
     "user": None,
 }
-"""What the answer repeats of the request, where the request does not say."""
+"""Values that the answer repeats for fields that the request does not set."""
 
 
 def _reasoning_end(choice: Choice) -> int:
-    """Where the reasoning ends in a choice's text; 0 without, and where it is in several pieces."""
+    """End of the reasoning in a choice's text; 0 without it, or if it is in several pieces."""
     reasoning = choice.parsed.reasoning
     start = choice.text.find(reasoning) if reasoning else -1
     return start + len(reasoning or "") if start >= 0 else 0

@@ -1,6 +1,7 @@
 """OpenAI's completions: text or token ids in, text out, without a chat template.
 
-And the door for agents that own their tokens: ids in, calls out, without a body in between.
+Also `complete_tokens` for agents that manage token ids themselves: ids in, calls out, without a
+body.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _MAX_PROMPTS = 64
 
 
 def read_text_request(body: bytes, service: Service) -> CompletionRequest:
-    """The completion request in `body`.
+    """Parse the completion request in `body`.
 
     Raises:
         RequestError: 400 that names the field, its value and what to do.
@@ -44,12 +45,12 @@ def read_text_request(body: bytes, service: Service) -> CompletionRequest:
         if not isinstance(prompt, str) and not 0 <= min(prompt) <= max(prompt) < vocabulary:
             raise wrong(
                 ("prompt",),
-                f"holds a token id that the model does not know: ids are 0 to {vocabulary - 1}",
+                f"contains a token id that the model does not know: ids are 0 to {vocabulary - 1}",
             )
     n = values.get("n", 1)
     if values.pop("best_of", n) != n:
         raise wrong(
-            ("best_of",), "differs from n: every completion is returned here, so send n alone"
+            ("best_of",), "differs from n: this gateway returns every completion, so send only n"
         )
     if len(prompts) * n > MAX_CHOICES:
         raise FieldError(
@@ -69,7 +70,7 @@ def read_text_request(body: bytes, service: Service) -> CompletionRequest:
 
 
 def _text(prompt: str | tuple[int, ...], service: Service) -> str:
-    """A prompt as text; that of one which will be refused for its length is not needed."""
+    """A prompt as text; empty if the prompt will be rejected for its length."""
     if isinstance(prompt, str):
         return prompt
     fits = len(prompt) < service.engine.capabilities.max_model_len
@@ -79,8 +80,8 @@ def _text(prompt: str | tuple[int, ...], service: Service) -> str:
 class TextExchange(ChatExchange):
     """`POST /v1/completions`.
 
-    Token ids as prompt go to the engine as they are; text is encoded once, without special tokens
-    of the tokenizer's own. In the trace the call's one message has the role "prompt".
+    Token ids in the prompt go to the engine unchanged; text is encoded once, without the
+    tokenizer's special tokens. In the trace the call's only message has the role "prompt".
     """
 
     chunk = "text_completion"
@@ -188,20 +189,20 @@ async def complete_tokens(
 ) -> tuple[Generation, ...]:
     """Sample `n` completions of a prompt and commit them to the session, one call each.
 
-    The same as `POST /v1/completions` with these ids, and the same tokens as a chat completion
-    whose messages render to them: seeds depend on the session and the prompt alone. May be called
-    from any event loop.
+    Equivalent to `POST /v1/completions` with these ids, and to a chat completion whose messages
+    render to them: seeds depend only on the session and the prompt. May be called from any event
+    loop.
 
     Args:
-        session: Whose calls they are.
+        session: Receives the calls.
         prompt_ids: Shape [P], at least one.
-        temperature, top_p, top_k, max_tokens: None is what the session's requests default to.
+        temperature, top_p, top_k, max_tokens: None for the session's defaults.
         stop: Strings that end a completion; the tokens that spell them stay in the ids.
-        role: The agent that calls, where there are several.
+        role: The agent that calls, if there are several.
 
     Raises:
-        RequestError: The session was sealed or has used up its limits, the prompt has an id that
-            the model does not know, or leaves no room for an answer.
+        RequestError: The session was sealed or has reached its limits, or the prompt has an unknown
+            id or leaves no room for an answer.
         ConfigError: A sampling setting is out of its range.
         EngineError: The engine failed.
     """

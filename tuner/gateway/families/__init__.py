@@ -1,1 +1,1 @@
-"""A model family's chat form: template, special tokens, parsers, grammars."""
+"""Chat formats of model families: template, special tokens, parsers, grammars."""

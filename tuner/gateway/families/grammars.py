@@ -1,4 +1,4 @@
-"""From what a request demands to a grammar, in the form of the model's family.
+"""From a request's requirements to a grammar in the format of the model's family.
 
     start: reasoning? body
 
@@ -6,12 +6,12 @@
             auto             free text, or free text and calls
             with a schema    JSON by the schema, or calls where tools may be called
 
-`CALL_FORMS` and `TAG_FORMS` have a family's form by its parser's name, so that what a grammar
-allows is what that parser reads. A tag that the tokenizer has as a token of its own is that token;
-another is text. Free text holds no such tag, so a call is never written past the schema, and does
-not begin as reasoning does.
+`CALL_FORMS` and `TAG_FORMS` hold a family's format by its parser's name, so that a grammar allows
+what that parser reads. A tag that is a single token of the tokenizer is matched as that token,
+otherwise as text. Free text contains no such tag, so a call cannot bypass the schema, and it does
+not begin like reasoning.
 
-How JSON is spaced is said in `grammar_rules.py`. Reasoning and free text are not bounded.
+`json_schema` defines the spacing of JSON. Reasoning and free text are not bounded.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from tuner.gateway.families.parsing import (
 )
 from tuner.gateway.request_error import Path, RequestError, shown
 
-# What the families' grammars are made of: rules under names, tags, free text, JSON by a schema;
-# and the one form that is not JSON.
+# Parts of the families' grammars: named rules, tags, free text, JSON by a schema; and the one
+# format that is not JSON.
 
 
 TokenId = Callable[[str], int | None]
@@ -47,8 +47,8 @@ class Rules:
     """Collects the rules of a grammar.
 
     Args:
-        token_id: The id of a tag that is a token of its own; None for one that is spelled.
-        opener: What opens reasoning, with which free text cannot begin; None for nothing.
+        token_id: The id of a tag that is a single token; None for one that is spelled.
+        opener: Start of reasoning, with which free text cannot begin; None for nothing.
     """
 
     def __init__(self, token_id: TokenId, opener: str | None) -> None:
@@ -62,7 +62,7 @@ class Rules:
         return name
 
     def fresh(self, prefix: str, body: str) -> str:
-        """Define a rule under a name of its own, or find the equal one."""
+        """Define a rule under a new name, or find an equal one."""
         for name, known in self._rules.items():
             if known == body and name.startswith(prefix):
                 return name
@@ -73,34 +73,33 @@ class Rules:
         return self.fresh("json", f"%json {schema}")
 
     def tag(self, text: str) -> str:
-        """The tag itself."""
         token_id = self._token_id(text)
         return literal(text) if token_id is None else f"<[{token_id}]>"
 
     def free(self, *tags: str, begins: str | None = None) -> str:
-        """Text that is not reasoning, does not begin with `begins`, and spells no tag."""
+        """Text that is not reasoning, does not begin with `begins`, and contains no tag."""
         begins_with = [text for text in (self._opener, begins) if text is not None]
         parts = [_ANY_TEXT, *map(_not_first, begins_with), *map(_without, tags)]
         return self.fresh("FREE", " & ".join(parts))
 
     def free_until(self, tag: str, *others: str) -> str:
-        """Text that is not reasoning and spells none of the tags; and then the first of them."""
+        """Text that is not reasoning and contains none of the tags, up to the first of them."""
         if self._token_id(tag) is not None:
             return f"{self.free(tag, *others)} {self.tag(tag)}"
         return self._lazy(self.free(*others), tag)
 
     def until(self, tag: str) -> str:
-        """Any text up to the first such tag, and the tag."""
+        """Any text up to and including the first such tag."""
         if self._token_id(tag) is not None:
             return f"{self.fresh('TEXT', f'{_ANY_TEXT} & {_without(tag)}')} {self.tag(tag)}"
         return self._lazy(_ANY_TEXT, tag)
 
     def value_until(self, tag: str, other: str) -> str:
-        """Any text in which `other` is not spelled, up to the first `tag`, and this tag."""
+        """Any text without `other`, up to and including the first `tag`."""
         return self._lazy(self.fresh("VALUE", f"{_ANY_TEXT} & {_without(other)}"), tag)
 
     def has(self, text: str) -> bool:
-        """Whether the tag is a token of its own."""
+        """Whether the tag is a single token."""
         return self._token_id(text) is not None
 
     def _lazy(self, text: str, tag: str) -> str:
@@ -116,17 +115,17 @@ _ANY_TEXT = "/(?s:.*)/"
 
 
 def _without(tag: str) -> str:
-    """Regex: any text in which the tag is not spelled."""
+    """Regex: any text without the tag."""
     return f"~({_ANY_TEXT} {literal(tag)} {_ANY_TEXT})"
 
 
 def _not_first(text: str) -> str:
-    """Regex: any text that does not begin so, white space aside."""
+    """Regex: any text that does not begin with `text`, ignoring white space."""
     return f"~(/\\s*/ {literal(text)} {_ANY_TEXT})"
 
 
 def literal(text: str) -> str:
-    """A text as it stands in a grammar."""
+    """A text as a literal of a grammar."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -136,8 +135,8 @@ class CallableTool:
 
     Attributes:
         name: Its name.
-        schema: The schema of its arguments, as `json_schema` gives it.
-        path: Where the request has the schema, for messages.
+        schema: The schema of its arguments, from `json_schema`.
+        path: The schema's place in the request, for messages.
     """
 
     name: str
@@ -147,10 +146,10 @@ class CallableTool:
 
 @dataclass(frozen=True)
 class Calls:
-    """Expressions for calls, as rules know them.
+    """Expressions for calls, using the rules.
 
     Attributes:
-        calls: One call or several, and nothing before or behind.
+        calls: One call or several, with nothing before or after.
         free: Text without a call.
         after_text: Text, and then calls.
     """
@@ -160,13 +159,13 @@ class Calls:
     after_text: str
 
 
-# JSON on one line, with or without a space behind commas and colons. More white space is never
-# needed, and a small model could go on with it for ever.
+# JSON on one line, with or without a space after commas and colons. More white space is never
+# needed, and a small model could continue it forever.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
 def json_schema(schema: dict[str, Any], path: Path) -> str:
-    """A JSON schema as it stands in a grammar behind `%json`, known to be one that compiles.
+    """A JSON schema for a grammar, after `%json`, checked to compile.
 
     Raises:
         RequestError: 400 that names `path`, with the library's message.
@@ -178,15 +177,18 @@ def json_schema(schema: dict[str, Any], path: Path) -> str:
         problem = "it is nested too deeply"
     if problem is not None:
         raise RequestError(
-            f" cannot be made a grammar: {problem}; simplify the schema", path=path, begins=True
+            f" cannot be turned into a grammar: {problem}; simplify the schema",
+            path=path,
+            begins=True,
         )
     return text
 
 
 @lru_cache(maxsize=1024)
 def _schema_problem(schema: str) -> str | None:
-    """Why a JSON schema cannot be made a grammar; None where it can."""
-    from llguidance import LLMatcher  # here: a process that only reads requests needs none
+    """Why a JSON schema cannot be turned into a grammar; None if it can."""
+    # imported here: a process that only parses requests needs none
+    from llguidance import LLMatcher
 
     failed, messages = LLMatcher.validate_grammar_with_warnings(
         f"start: %json {schema}", limits=compile_limits()
@@ -195,7 +197,7 @@ def _schema_problem(schema: str) -> str | None:
 
 
 _END = "\n</parameter>\n"
-# What a string's schema may say without constraining its text.
+# Keywords of a string's schema that do not constrain its text.
 _HARMLESS = {"type", "title", "description", "default", "examples", "anyOf", "oneOf"}
 _SHARED = ("$defs", "definitions")
 
@@ -213,13 +215,13 @@ def between_tags(rules: Rules, call: str, several: bool) -> Calls:
 
 
 def qwen3_xml(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Calls:
-    r"""The form of Qwen3-Coder and Qwen3.5, whose parameters have a tag each.
+    r"""The format of Qwen3-Coder and Qwen3.5, with a tag for each parameter.
 
         <tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>
 
     One block for each call, a newline between two. The parser types a value by the schema, so a
-    value is written as its type wants it: text as it is, a word of an enumeration, and JSON for
-    everything else. Parameters come in the order of the schema.
+    value is written by its type: plain text, a word of an enumeration, and JSON for everything
+    else. Parameters are in the order of the schema.
     """
     call = rules.add("call", " | ".join(_function(rules, tool) for tool in tools))
     return between_tags(rules, call, several)
@@ -266,8 +268,8 @@ def _value(rules: Rules, schema: Mapping[str, Any], declared: Any, path: Path) -
     limits = [key for key in declared if key not in _HARMLESS]
     if limits and types:
         raise RequestError(
-            f" is {shown(declared[limits[0]])}: text is written as it is in this model's form of "
-            "calls, and cannot be held to that; leave it out",
+            f" is {shown(declared[limits[0]])}: this model's call format has plain text, which "
+            "cannot be constrained in this way; leave it out",
             path=(*path, limits[0]),
             begins=True,
         )
@@ -277,8 +279,8 @@ def _value(rules: Rules, schema: Mapping[str, Any], declared: Any, path: Path) -
 def _name(name: str, path: Path) -> str:
     if ">" in name or "\n" in name:
         raise RequestError(
-            f": the name {shown(name)} cannot be written in this model's form of calls, where "
-            "names end at '>'",
+            f": the name {shown(name)} cannot be written in this model's call format, where names "
+            "end at '>'",
             path=path,
             begins=True,
         )
@@ -293,9 +295,9 @@ class ToolChoice:
     """Whether tools are called.
 
     Attributes:
-        mode: "none" hides the tools, "auto" leaves it to the model, "required" wants a call.
-        names: The tools that may be called; None for every one.
-        once: Whether it is one call and no more.
+        mode: "none" hides the tools, "auto" leaves it to the model, "required" demands a call.
+        names: The tools that may be called; None for all.
+        once: Whether exactly one call is allowed.
     """
 
     mode: Literal["none", "auto", "required"] = "auto"
@@ -312,7 +314,7 @@ class AnswerSchema:
 
     Attributes:
         schema: A JSON schema.
-        path: Where the request has it, for messages.
+        path: Its place in the request, for messages.
     """
 
     schema: dict[str, Any]
@@ -321,13 +323,13 @@ class AnswerSchema:
 
 @dataclass(frozen=True)
 class Constraints:
-    """What a request demands of a completion's form.
+    """A request's requirements on the form of a completion.
 
     Attributes:
-        tools: Those that the model is shown.
+        tools: Tools offered to the model.
         tool_choice: Whether they are called.
         parallel_tool_calls: Whether there may be several calls.
-        answer: What the content must be where no tool is called; None for any text.
+        answer: Required content if no tool is called; None for any text.
     """
 
     tools: Sequence[Tool]
@@ -337,7 +339,7 @@ class Constraints:
 
     @property
     def path(self) -> Path | None:
-        """The field of the request that demands a form; None where none does."""
+        """The field of the request that requires a form; None if there is none."""
         if self.answer is not None:
             return ("response_format",)
         if self.tools and (self.tool_choice.mode == "required" or self.tool_choice.names):
@@ -348,7 +350,7 @@ class Constraints:
         return ("parallel_tool_calls",) if self.tools and not self.parallel_tool_calls else None
 
     def check(self, capabilities: EngineCapabilities) -> None:
-        """Refuse what no completion can satisfy, or the engine cannot hold a completion to.
+        """Reject requirements that no completion can satisfy, or that the engine does not support.
 
         Raises:
             RequestError: 400 that names the field and what to do.
@@ -357,7 +359,7 @@ class Constraints:
         if choice.mode == "required" and not self.tools:
             raise _unheld(
                 ("tool_choice",),
-                "wants a tool to be called, but there are no tools: send tools too",
+                "requires a tool call, but there are no tools: send tools too",
             )
         known = [tool["function"]["name"] for tool in self.tools]
         for name in choice.names or ():
@@ -370,8 +372,8 @@ class Constraints:
         if self.path is not None and not capabilities.grammars:
             raise _unheld(
                 self.path,
-                "asks for a completion of a certain form, to which this engine cannot hold the "
-                "model: leave it out",
+                "requires a certain form of the completion, which this engine does not support: "
+                "leave it out",
             )
 
 
@@ -393,7 +395,7 @@ def hermes(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Calls:
 
 
 def llama3_json(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Calls:
-    """`{"name": NAME, "parameters": {...}}` and nothing before, `; ` between two."""
+    """`{"name": NAME, "parameters": {...}}` with nothing before, `; ` between two."""
     call = _json_calls(rules, tools, "parameters")
     calls = rules.add("calls", f'{call} (";" " "? {call})*' if several else call)
     return Calls(calls, rules.free("<|python_tag|>", begins="{"), calls)
@@ -472,7 +474,7 @@ CALL_FORMS: Mapping[str, CallForm] = {
 
 
 def _reasoning(tags: TagForm, rules: Rules, opened: bool) -> str:
-    """Reasoning that must be closed where the prompt has opened it, and else may be there."""
+    """Reasoning, required to end if the prompt has opened it, otherwise optional."""
     body = rules.until(tags.closer)
     if tags.line_ends:
         body += f" {rules.fresh('GAP', literal(chr(10)) + '{1,2}')}?"
@@ -487,16 +489,16 @@ def grammar_of(
     opened: bool,
     token_id: TokenId,
 ) -> str:
-    """The grammar that holds a completion to what a request demands; empty where nothing is.
+    """The grammar of a request's requirements; empty if there are none.
 
     Args:
-        constraints: What is demanded.
-        tool_call_parser, reasoning_parser: The family's form, by the names of the parsers.
+        constraints: The requirements.
+        tool_call_parser, reasoning_parser: The family's format, by the names of the parsers.
         opened: Whether the prompt has already opened the reasoning.
-        token_id: The id of a tag that is a token of its own, None for text.
+        token_id: The id of a tag that is a single token, None for text.
 
     Raises:
-        RequestError: 400: a schema cannot be made a grammar, or the family's form has none.
+        RequestError: 400: a schema cannot be turned into a grammar, or the family has no grammar.
     """
     path = constraints.path
     if path is None:
@@ -525,7 +527,7 @@ def grammar_of(
 def _callable(constraints: Constraints) -> list[CallableTool]:
     """The tools that may be called, with the schemas that are enforced.
 
-    Where the model is free to call, arguments of tools that are not strict are any JSON object.
+    If calls are optional, arguments of tools that are not strict are any JSON object.
     """
     choice = constraints.tool_choice
     tools = []
@@ -545,13 +547,13 @@ def _arguments_schema(tool: Tool, path: Path) -> dict[str, Any]:
         return _NO_ARGUMENTS
     if schema.get("type", "object") != "object":
         found = json.dumps(schema["type"])
-        raise _unheld((*path, "type"), f"is {found}: arguments are an object")
+        raise _unheld((*path, "type"), f"is {found}: arguments must be an object")
     return {"type": "object", **schema}
 
 
 def _no_form(path: Path, setting: str, name: str, table: Mapping[str, object]) -> RequestError:
     return _unheld(
         path,
-        "asks for a completion of a certain form, but there is no grammar for the form of "
-        f"{setting} {name!r} (there is for {', '.join(sorted(table))}): leave it out",
+        "requires a certain form of the completion, but there is no grammar for "
+        f"{setting} {name!r} (there is one for {', '.join(sorted(table))}): leave it out",
     )

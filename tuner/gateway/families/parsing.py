@@ -1,11 +1,11 @@
-"""Reasoning and tool calls read out of a completion's text, by the name of the family's form.
+"""Parsing reasoning and tool calls from a completion's text, in the format of the model's family.
 
-Nothing is invented and nothing lost: what is not a well-formed call stays in the content, and is
-counted. No library was found that holds to this. Transformers' response templates
-(`tokenizer.parse_response`) return decoded arguments, whose text is then no longer what the model
-wrote, raise on a malformed call and drop a truncated one. `renderers` (PyPI) decodes arguments,
-strips the content and leaves out the text after a call, and reads whole completions only. vLLM's
-parsers come with vLLM alone, and do not count what they cannot read.
+Nothing is invented and nothing lost: what is not a well-formed call stays in the content and is
+counted. No library does this. Transformers' response templates (`tokenizer.parse_response`) return
+decoded arguments, which differ from the model's text, raise on a malformed call and drop a
+truncated one. `renderers` (PyPI) decodes arguments, strips the content, drops text after a call,
+and reads whole completions only. vLLM's parsers come with vLLM only, and do not count what they
+cannot read.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-# A completion taken apart: reasoning, content and tool calls; and what takes it apart.
+# The parts of a completion: reasoning, content and tool calls; and the scanners that find them.
 #
-# All scanners take text as it comes, and say what is certain. A whole message is read by a scanner
-# that is given all of its text at once, so a streamed message is the message that is read in the
-# end.
+# All scanners take text as it arrives and return what is certain. A whole message is parsed by a
+# scanner that gets all of its text at once, so a streamed message equals the final one.
 
 
 Tools = Sequence[Mapping[str, Any]]
@@ -31,7 +30,7 @@ Tools = Sequence[Mapping[str, Any]]
 class ParsedToolCall:
     """A call as the model wrote it.
 
-    Where the form holds JSON, `arguments` is the model's own text, byte for byte.
+    If the format is JSON, `arguments` is the model's own text, byte for byte.
     """
 
     name: str
@@ -40,14 +39,14 @@ class ParsedToolCall:
 
 @dataclass(frozen=True)
 class ParsedMessage:
-    """A completion, taken apart.
+    """The parts of a completion.
 
     Attributes:
-        content: Text outside reasoning and well-formed tool calls; None where there is none
-            beside them.
-        reasoning: Text of the reasoning, or None where the model did not reason.
+        content: Text outside reasoning and well-formed tool calls; None if there is none besides
+            them.
+        reasoning: Text of the reasoning, or None if the model did not reason.
         tool_calls: Well-formed calls in the order written.
-        malformed_tool_calls: How many calls could not be read; their text is in `content`.
+        malformed_tool_calls: Number of calls that could not be parsed; their text is in `content`.
     """
 
     content: str | None
@@ -61,7 +60,7 @@ class Delta:
     """The next piece of a message; exactly one field is set.
 
     Attributes:
-        reasoning, content: Text that goes on where the last piece of its kind ended.
+        reasoning, content: Text that continues the last piece of its kind.
         tool_call: Index of a call in the message, and the whole call.
     """
 
@@ -71,7 +70,7 @@ class Delta:
 
 
 def joined(deltas: Iterable[Delta], malformed: int) -> ParsedMessage:
-    """The message that all its pieces make; an empty piece of reasoning says there was some."""
+    """The message of all its pieces; an empty piece of reasoning says that there was some."""
     reasoning: list[str] = []
     content: list[str] = []
     calls: list[ParsedToolCall] = []
@@ -92,32 +91,33 @@ def joined(deltas: Iterable[Delta], malformed: int) -> ParsedMessage:
 
 
 class Scanner(Protocol):
-    """Reads one text; what it says never depends on where the text was cut.
+    """Parses one text; the result does not depend on where the text was cut into pieces.
 
     Attributes:
-        malformed: Calls that could not be read so far.
+        malformed: Calls that could not be parsed so far.
     """
 
     @property
     def malformed(self) -> int: ...
 
     def feed(self, text: str) -> list[Delta]:
-        """Take the text that comes next; what has become certain with it."""
+        """Take the next piece of text; returns what has become certain."""
         ...
 
     def close(self) -> list[Delta]:
-        """What is left when the text has ended."""
+        """The rest, after the text has ended."""
         ...
 
 
 def read(scanner: Scanner, text: str) -> ParsedMessage:
-    """The message that the whole `text` spells."""
+    """Parse a whole text."""
     deltas = [*scanner.feed(text), *scanner.close()]
     return joined(deltas, scanner.malformed)
 
 
 def begun(text: str, tags: Sequence[str]) -> int:
-    """Where the first of the tags begins that `text` may end in the middle of; else its length."""
+    """Start of the first of the tags that may be cut off at the end of `text`; otherwise its
+    length."""
     longest = max(map(len, tags), default=0)
     for position in range(max(0, len(text) - longest + 1), len(text)):
         if any(tag.startswith(text[position:]) for tag in tags):
@@ -126,7 +126,7 @@ def begun(text: str, tags: Sequence[str]) -> int:
 
 
 class PlainText:
-    """All is content."""
+    """All text is content."""
 
     malformed = 0
 
@@ -141,8 +141,8 @@ class PlainText:
 #
 #     <think>\nreasoning\n</think>\n\ncontent
 #
-# Text that ends inside the tags is all reasoning. The prompt may have opened it; then the text
-# begins inside, and may still repeat the opening tag. A tag anywhere else is content.
+# Text that ends inside the tags is all reasoning. If the prompt has opened it, the text begins
+# inside and may still repeat the opening tag. A tag anywhere else is content.
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class TagForm:
     """The tags of a family.
 
     Attributes:
-        line_ends: Whether newlines around the tags belong to the form.
+        line_ends: Whether newlines around the tags belong to the format.
     """
 
     opener: str
@@ -171,7 +171,7 @@ class TagScanner:
         self._opened = opened
         self._state = "start"
         self._text = ""
-        self._trimming = False  # newlines at this place belong to the form
+        self._trimming = False  # newlines at this place belong to the format
 
     def feed(self, text: str) -> list[Delta]:
         self._text += text
@@ -236,17 +236,17 @@ TAG_FORMS = {
 """By the names of the reasoning parsers."""
 
 
-# Tool calls between tags, found in text as it comes.
+# Tool calls between tags, found in text as it arrives.
 
 
 @dataclass(frozen=True)
 class Block:
-    """What one block spells.
+    """The content of one block.
 
     Attributes:
         calls: Its well-formed calls, in order.
-        rest: What stays content: the text after the calls, or the whole block if it has none.
-        malformed: Calls in it that could not be read.
+        rest: Text that stays content: the text after the calls, or the whole block without calls.
+        malformed: Number of calls in it that could not be parsed.
     """
 
     calls: tuple[ParsedToolCall, ...]
@@ -268,13 +268,13 @@ class BlockForm:
 
     Attributes:
         openers: A block begins with one of these.
-        read: The block's text from its opener on, and the tools, to what it spells.
+        read: Parses the block's text from its opener on, given the tools.
         closers: A block ends after one of these, or before one of `cuts`, or with the text.
         cuts: By default, the openers.
-        line_ends: How many line ends before a block belong to the form.
-        wrapper: An opener that may stand before the first one, around several blocks.
+        line_ends: Number of line ends before a block that belong to the format.
+        wrapper: An opener that may precede the first block, around several blocks.
         tail: The wrapper's end.
-        at_start: An opener at the very beginning of the text alone, after any white space.
+        at_start: An opener that counts only at the beginning of the text, after any white space.
     """
 
     openers: tuple[str, ...]
@@ -293,7 +293,7 @@ class BlockForm:
 class BlockScanner:
     """Finds the blocks of one text.
 
-    White space after a call belongs to the form unless words follow it.
+    White space after a call belongs to the format unless words follow it.
     """
 
     def __init__(self, form: BlockForm, tools: Tools) -> None:
@@ -306,13 +306,13 @@ class BlockScanner:
         closing = f"(?:{_any_of(form.closers).pattern})|" if form.closers else ""
         self._boundary = re.compile(f"{closing}(?={_any_of(cuts).pattern})")
         self._longest = max(map(len, (*form.closers, *cuts)))
-        self._text = ""  # what nothing was said of yet
-        self._open: int | None = None  # where in it a block begins
-        self._searched = 0  # up to where in it the block does not end
+        self._text = ""  # text not returned yet
+        self._open: int | None = None  # start of a block in it
+        self._searched = 0  # position before which the block does not end
         self._started = not form.at_start
         self._calls = 0
         self._after_call: str | None = None  # white space since the last call
-        self._tail = ""  # what of the tail may still follow
+        self._tail = ""  # part of the tail that may still follow
 
     def feed(self, text: str) -> list[Delta]:
         self._text += text
@@ -343,7 +343,7 @@ class BlockScanner:
         return deltas
 
     def _find_block(self, deltas: list[Delta], *, final: bool) -> bool:
-        """Whether a block begins in the text; what comes before it is said."""
+        """Whether a block begins in the text; returns the text before it as content."""
         if self._open is not None:
             return True
         if not self._started and not self._find_start(final=final):
@@ -366,7 +366,7 @@ class BlockScanner:
         return True
 
     def _find_start(self, *, final: bool) -> bool:
-        """Whether it is known what the text begins with."""
+        """Whether the beginning of the text is decided."""
         body = self._text.lstrip()
         if body.startswith(self._form.at_start):
             self._open = 0
@@ -426,23 +426,23 @@ def _after_space(text: str, position: int) -> int:
     return len(text) - len(text[position:].lstrip())
 
 
-# Tool calls written as JSON, read without losing the text that the model wrote.
+# Tool calls written as JSON, parsed without losing the model's own text.
 #
 # Hermes, Qwen2.5 and Qwen3: between tags, any number of calls. The newline before a call and white
-# space after one belong to the form.
+# space after one belong to the format.
 #
 #     <tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>
 #
 # Llama 3.x: JSON alone, at the beginning of the text or after a tag; several with `;` between. Any
 # other object at the beginning is an answer, and content. After the tag everything is an attempt to
-# call: code for the built-in tools cannot be read and counts as malformed.
+# call: code for the built-in tools cannot be parsed and counts as malformed.
 #
 #     {"name": ..., "parameters": {...}}; {"name": ..., "parameters": {...}}
 #     <|python_tag|>{"name": ..., "parameters": {...}}
 #
-# Mistral: a tag, then a JSON array of calls; since tokenizer version 11, a tag for each call.
-# Nothing closes a call but the next tag or the end of the text. The model's own call ids are part
-# of the form; the gateway gives ids of its own.
+# Mistral: a tag, then a JSON array of calls; since tokenizer version 11, a tag for each call. A
+# call ends at the next tag or the end of the text. The model's own call ids are part of the format;
+# the gateway assigns its own ids.
 #
 #     [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]
 #     [TOOL_CALLS]NAME[CALL_ID]ID[ARGS]{...}[TOOL_CALLS]NAME[ARGS]{...}
@@ -461,9 +461,9 @@ def _after_space(text: str, position: int) -> int:
 
 
 def json_call(text: str, keys: Sequence[str] = ("arguments",)) -> ParsedToolCall | None:
-    """The call that `text`, one JSON object, spells: its "name", and its arguments under a key.
+    """The call in `text`, one JSON object with a "name" and arguments under one of `keys`.
 
-    Arguments may also be written as a string that holds JSON.
+    Arguments may also be a string that contains JSON.
     """
     try:
         spans = _object_spans(text)
@@ -488,7 +488,7 @@ def is_object(text: str) -> bool:
 
 
 def value_end(text: str, start: int) -> int | None:
-    """Where the JSON value that begins at `start` ends; None where there is none."""
+    """End of the JSON value that begins at `start`; None if there is none."""
     try:
         return DECODER.raw_decode(text, start)[1]
     except (ValueError, RecursionError):
@@ -496,13 +496,13 @@ def value_end(text: str, start: int) -> int | None:
 
 
 def skip_space(text: str, position: int) -> int:
-    """The first position from `position` on that is not JSON's white space."""
+    """The first position from `position` on that is not JSON white space."""
     match = _SPACE.match(text, position)
     return match.end() if match else position
 
 
 def refuse_constant(name: str) -> Any:
-    """NaN, Infinity or -Infinity, which Python's decoder would read."""
+    """Reject NaN, Infinity and -Infinity, which Python's decoder accepts."""
     raise ValueError(f"{name} is not a JSON number")
 
 
@@ -511,7 +511,7 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 
 
 def _object_spans(text: str) -> dict[str, tuple[int, int]]:
-    """Where each member's value of the JSON object `text` begins and ends.
+    """Start and end of each member's value of the JSON object `text`.
 
     Raises:
         ValueError: `text` is not one JSON object, or names a member twice.
@@ -555,7 +555,7 @@ HERMES = BlockForm(openers=(_OPEN,), closers=(_CLOSE,), line_ends=1, read=_read_
 _PYTHON_TAG = "<|python_tag|>"
 _KEYS = ("parameters", "arguments")
 _SEPARATOR = re.compile(r"\s*;?\s*")
-# An object that cannot be read was meant as a call if it begins as one.
+# An unparsable object was meant as a call if it begins like one.
 _ATTEMPT = re.compile(r'[\s;]*\{\s*"(?:name|type|parameters|arguments)"\s*:')
 
 
@@ -585,7 +585,7 @@ def _is_attempt(text: str) -> bool:
         return False
     start = text.index("{")
     stop = value_end(text, start)
-    # A whole object without parameters is no call: people have names, too.
+    # A complete object without parameters is not a call: people have names, too.
     return stop is None or any(f'"{key}"' in text[start:stop] for key in _KEYS)
 
 
@@ -609,7 +609,7 @@ def _read_mistral(block: str, tools: Tools) -> Block:
 def _read_array(block: str) -> Block:
     calls: list[ParsedToolCall] = []
     position = skip_space(block, len(_TOOL_CALLS))
-    read = position  # up to where all was read
+    read = position  # end of the parsed part
     if block[position : position + 1] != "[":
         return Block.of(None, block)
     while True:
@@ -669,13 +669,13 @@ DEEPSEEK_V31 = _deepseek(_V31)
 #
 #     <tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>
 #
-# The form has no types, so a value is read as the tool's JSON schema types it, and as text where
-# the schema does not know it or the value is none of its types. Templates write Python's True,
-# False and None. Up to two newlines before a call belong to the form.
+# The format has no types, so a value is parsed by the type in the tool's JSON schema, and as text
+# if the schema does not know it or the value has none of its types. Templates write Python's True,
+# False and None. Up to two newlines before a call belong to the format.
 
 
 _CALL = re.compile(r"<tool_call>\s*<function=([^>\n]+)>(.*)</function>\s*</tool_call>", re.DOTALL)
-# A value may itself hold a closing tag: the right one is followed by a parameter or the end.
+# A value may itself contain a closing tag: the right one is followed by a parameter or the end.
 _PARAMETER = re.compile(
     r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL
 )
@@ -720,7 +720,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def types_of(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """The JSON types that a schema allows; none where it does not say."""
+    """The JSON types that a schema allows; empty if it does not say."""
     found: set[str] = set()
     declared = schema.get("type")
     if isinstance(declared, str):
@@ -755,7 +755,7 @@ def _type_of(value: Any) -> str:
 
 
 def _json_value(text: str, types: set[str]) -> str:
-    """The value as JSON text: the model's own where it is of an allowed type, else a string."""
+    """The value as JSON text: the model's own if it has an allowed type, otherwise a string."""
     written = text.strip()
     written = _PYTHON.get(written, written)
     try:
@@ -777,13 +777,13 @@ QWEN3_XML = BlockForm(openers=("<tool_call>",), closers=("</tool_call>",), line_
 #         <|constrain|>json<|message|>{…}<|call|>
 #     <|start|>assistant<|channel|>final<|message|>…<|return|>
 #
-# The reasoning parser takes the messages apart: analysis is reasoning; final, and commentary to
-# nobody, are content. Messages to somebody go on as they are, to the tool-call parser, and so does
-# what is no message. A newline stands between two messages of one kind. The recipient may also
-# stand before the channel, where the template writes it.
+# The reasoning parser splits the messages: analysis is reasoning; final, and commentary without a
+# recipient, are content. Messages with a recipient are passed to the tool-call parser unchanged,
+# and so is text outside messages. A newline separates two messages of one kind. The recipient may
+# also precede the channel, where the template writes it.
 #
-# The library openai-harmony serves for ids of its own vocabulary alone, which it downloads, not for
-# a completion's text.
+# The library openai-harmony supports only ids of its own vocabulary, which it downloads, not a
+# completion's text.
 
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -802,7 +802,7 @@ _FUNCTION = "functions."
 
 
 class HarmonyScanner:
-    """Splits one text into messages; see the module.
+    """Splits one text into messages (see above).
 
     Args:
         opened: Whether the prompt ended with the header of an analysis message.
@@ -814,8 +814,8 @@ class HarmonyScanner:
         self._text = ""
         self._state = "analysis" if opened else "header"
         self._kinds: set[str] = set()  # of the messages so far
-        self._first = opened  # its state is not said yet
-        self._searched = 0  # up to where a header holds no tag
+        self._first = opened  # its state is not returned yet
+        self._searched = 0  # position before which a header contains no tag
 
     def feed(self, text: str) -> list[Delta]:
         self._text += text
@@ -838,7 +838,8 @@ class HarmonyScanner:
         return deltas
 
     def _enter(self, kind: str, deltas: list[Delta]) -> None:
-        """Go on with the words of a message; an empty piece of reasoning says that there is any."""
+        """Continue with the words of a message; an empty piece of reasoning says that there is
+        any."""
         again = kind in self._kinds
         if kind == "analysis":
             deltas.append(Delta(reasoning="\n" if again else ""))
@@ -925,7 +926,7 @@ HARMONY = BlockForm(
 )
 
 
-# The parsers by name: vLLM's names, because Trinity-RFT's YAML holds those.
+# The parsers by name: vLLM's names, which Trinity-RFT's YAML uses.
 
 
 @dataclass(frozen=True)
@@ -933,8 +934,8 @@ class ReasoningParser:
     """Splits a completion's text into reasoning and the rest.
 
     Attributes:
-        opener: How a prompt ends that has already opened the reasoning; None where none can.
-        scanner: Whether the prompt has opened it -> a scanner for one text.
+        opener: End of a prompt that has already opened the reasoning; None if none can.
+        scanner: Makes a scanner for one text, given whether the prompt has opened the reasoning.
     """
 
     opener: str | None
@@ -951,15 +952,15 @@ class ToolCallParser:
     """Finds the tool calls in a completion's content.
 
     Attributes:
-        scanner: The tools that the model was shown -> a scanner for one text.
-        short_ids: Whether the family's templates want call ids of nine letters and digits.
+        scanner: Makes a scanner for one text, given the tools offered to the model.
+        short_ids: Whether the family's templates need call ids of nine letters and digits.
     """
 
     scanner: Callable[[Tools], Scanner]
     short_ids: bool = False
 
     def __call__(self, text: str, tools: Tools) -> tuple[str, tuple[ParsedToolCall, ...], int]:
-        """The rest of the whole `text`, its calls, and how many were malformed."""
+        """The rest of the whole `text`, its calls, and the number of malformed ones."""
         message = read(self.scanner(tools), text)
         return message.content or "", message.tool_calls, message.malformed_tool_calls
 
@@ -969,7 +970,7 @@ REASONING_PARSERS: dict[str, ReasoningParser] = {
     "openai_gptoss": ReasoningParser(ANALYSIS, HarmonyScanner),
     "none": ReasoningParser(None, lambda opened: PlainText()),
 }
-# Where several names mean one parser, the first is the one that messages suggest.
+# If several names mean one parser, messages suggest the first.
 TOOL_CALL_PARSERS: dict[str, ToolCallParser] = {
     "hermes": ToolCallParser(HERMES.scanner),
     "qwen3_coder": ToolCallParser(QWEN3_XML.scanner),
@@ -985,12 +986,12 @@ TOOL_CALL_PARSERS: dict[str, ToolCallParser] = {
 
 
 class MessageScanner:
-    """Reads one completion's text: reasoning first, then tool calls in what is not reasoning.
+    """Parses one completion's text: reasoning first, then tool calls in the rest.
 
     Args:
         reasoning: The family's reasoning parser.
         tool_calls: Its tool-call parser.
-        tools: Tools the model was shown; without any, no calls are looked for.
+        tools: Tools offered to the model; without any, no calls are parsed.
         opened: Whether the prompt has already opened the reasoning.
     """
 
@@ -1005,11 +1006,11 @@ class MessageScanner:
         return self._calls.malformed
 
     def feed(self, text: str) -> list[Delta]:
-        """Take the text that comes next; what has become certain with it."""
+        """Take the next piece of text; returns what has become certain."""
         return self._pass_on(self._reasoning.feed(text))
 
     def close(self) -> list[Delta]:
-        """What is left when the text has ended."""
+        """The rest, after the text has ended."""
         return self._pass_on(self._reasoning.close()) + self._calls.close()
 
     def _pass_on(self, deltas: list[Delta]) -> list[Delta]:

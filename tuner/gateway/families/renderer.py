@@ -1,4 +1,4 @@
-"""Messages to a prompt's text and ids, and completion ids back to a message."""
+"""From messages to a prompt's text and ids, and from completion ids back to a message."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Where a text can be cut so that its parts get the ids that the whole would get.
+# Positions where a text can be cut so that its parts get the same ids as the whole.
 
 
-# Letters, spaces, line ends and several bytes to a character on both sides of a token.
+# Letters, spaces, line ends and multi-byte characters on both sides of a token.
 _PROBES = (("a", "b"), ("a ", " b"), ("\n", "\n\nb"), ("a\n\n", "\n b"), ("é", "é"), (".", "1 2"))
 
 
 class SpecialTokens:
     """A tokenizer's special tokens as borders: text is split at them before anything else.
 
-    That is so for every fast tokenizer, but it is tried for each token before it is relied on.
+    That holds for every fast tokenizer, but is tested for each token before it is relied on.
 
     Args:
         tokenizer: A transformers tokenizer.
-        encode: Text to ids, without tokens that the text does not spell.
+        encode: Text to ids, without tokens that are not in the text.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class SpecialTokens:
         self._borders: dict[int, bool] = {}
 
     def text(self, token_id: int) -> str:
-        """What the special token `token_id` looks like in text."""
+        """The text of the special token `token_id`."""
         return self._texts[token_id]
 
     def at(self, text: str, position: int) -> int | None:
@@ -86,12 +86,12 @@ class SpecialTokens:
         return self._by_text[match[0]] if match else None
 
     def last(self, text: str) -> int | None:
-        """The special token that `text` ends with, but for white space."""
+        """The special token that `text` ends with, ignoring white space."""
         ends = [match for match in self._pattern.finditer(text) if not text[match.end() :].strip()]
         return self._by_text[ends[0][0]] if ends else None
 
     def is_border(self, token_id: int) -> bool:
-        """Whether what follows the token is encoded the same, whatever comes before it."""
+        """Whether the encoding of what follows the token never depends on what precedes it."""
         known = self._borders.get(token_id)
         if known is None:
             known = self._borders[token_id] = all(
@@ -100,7 +100,7 @@ class SpecialTokens:
         return known
 
     def borders(self, text: str) -> Iterator[tuple[int, int]]:
-        """Where each special token of `text` that is a border begins and ends."""
+        """Start and end of each special token of `text` that is a border."""
         for match in self._pattern.finditer(text):
             if self.is_border(self._by_text[match[0]]):
                 yield match.span()
@@ -113,14 +113,14 @@ class SpecialTokens:
         return alone[:1] == (token_id,) and left[-1:] == (token_id,) and whole == left + alone[1:]
 
     def encode_after(self, token_id: int, text: str) -> tuple[int, ...] | None:
-        """Ids of `text` where it follows the token; None where they cannot be told."""
+        """Ids of `text` after the token; None if they are not certain."""
         if not self.is_border(token_id):
             return None
         ids = tuple(self._encode(self._texts[token_id] + text))
         return ids[1:] if ids[:1] == (token_id,) else None
 
     def encode_from(self, text: str) -> tuple[int, ...] | None:
-        """Ids of `text`, which begins with a special token, wherever it stands."""
+        """Ids of `text`, which begins with a special token, in any context."""
         token_id = self.at(text, 0)
         if token_id is None or not self.is_border(token_id):
             return None
@@ -128,20 +128,20 @@ class SpecialTokens:
         return ids if ids[:1] == (token_id,) else None
 
 
-# How long a request's texts are, told before they are tokenised.
+# Estimating the length of a request's texts before they are tokenized.
 
 
 LONG = 16_384
-"""Characters; to tokenise so many takes milliseconds, to do it in another thread a tenth of one."""
+"""Characters; tokenizing as many takes milliseconds, another thread a tenth of one."""
 
-# Pre-tokenizers that lose no character, unless a split is told to remove what it finds.
+# Pre-tokenizers that lose no character, unless a split is configured to remove its matches.
 _SPLITTING = {"ByteLevel", "Metaspace", "Digits", "Split"}
 
 
 def is_long(*values: Any) -> bool:
-    """Whether JSON values hold so much that their work belongs beside the event loop."""
+    """Whether JSON values are so large that they should be processed outside the event loop."""
     size, waiting = 0, list(values)
-    for value in waiting:  # which grows by what is found in it
+    for value in waiting:  # grows by what is found in it
         size += len(value) if isinstance(value, str) else 1
         if size > LONG:
             return True
@@ -153,11 +153,11 @@ def is_long(*values: Any) -> bool:
 
 
 class LengthBound:
-    """The fewest tokens that a text can have, by its bytes and the tokenizer's longest token.
+    """Lower bound of a text's number of tokens, from its bytes and the tokenizer's longest token.
 
-    There is a bound where no character is ever lost: every byte is a token, a token that was added
-    strips no white space, and what comes before the model shortens nothing. NFC shortens, but not
-    the letters of ASCII: each of them begins a character of its own, whatever marks follow it.
+    There is a bound if no character is ever lost: every byte is a token, added tokens strip no
+    white space, and normalizers shorten nothing. NFC shortens text, but not ASCII letters: each of
+    them begins a character of its own, whatever marks follow it.
 
     Args:
         tokenizer: A transformers tokenizer.
@@ -167,11 +167,11 @@ class LengthBound:
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
 
     def check(self, text: str, limit: int | None) -> None:
-        """Refuse a long text that leaves no room for an answer, if its length alone proves that.
+        """Reject a long text whose length alone proves that it leaves no room for an answer.
 
         Args:
-            text: Of a prompt, or a part of it.
-            limit: The context's tokens; None refuses nothing.
+            text: A prompt, or a part of it.
+            limit: Tokens of the context; None accepts any text.
 
         Raises:
             RequestError: 400: the text fills the context.
@@ -186,7 +186,7 @@ class LengthBound:
             )
 
     def fewest_tokens(self, text: str) -> int:
-        """How many tokens the text has at least; 0 where nothing is known."""
+        """Minimum number of tokens of the text; 0 if unknown."""
         longest, encoding = self._longest
         return -(-len(text.encode(encoding, "ignore")) // longest) if longest else 0
 
@@ -235,7 +235,7 @@ def _parts(component: Any) -> list[dict[str, Any]]:
     try:
         steps = [json.loads(component.__getstate__())]
     except Exception:
-        # One that is written in Python has no state, and says so by an error of any kind.
+        # One written in Python has no state, and raises any kind of error.
         return [{"type": "unknown"}]
     for step in steps:  # which grows
         steps += step.get("normalizers", []) + step.get("pretokenizers", [])
@@ -243,7 +243,7 @@ def _parts(component: Any) -> list[dict[str, Any]]:
 
 
 def _grows(step: Any) -> bool:
-    """Whether a normalizer's step takes nothing away."""
+    """Whether a normalizer's step removes nothing."""
     if step["type"] == "Replace":
         old, new = str(step["pattern"].get("String", "")), str(step["content"])
         return 0 < len(old.encode()) <= len(new.encode())
@@ -253,7 +253,7 @@ def _grows(step: Any) -> bool:
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
-# Prompts whose text and ids are kept: the rollouts of a group begin with the same one.
+# Number of cached prompts: the rollouts of a group begin with the same one.
 _CACHED_PROMPTS = 512
 # Enough of a prompt's end to see whether the template has opened the reasoning.
 _TAIL = 32
@@ -264,27 +264,27 @@ _ANY_TURN: Final = [
 
 
 class ChatRenderer:
-    """A model family's chat form: its tokenizer, chat template and parsers.
+    """The chat format of a model family: its tokenizer, chat template and parsers.
 
     Args:
         tokenizer: A transformers tokenizer.
-        chat_template: Jinja source; None takes the tokenizer's own.
-        enable_thinking: Given to the template of every prompt, unless a request's
-            `chat_template_kwargs` says otherwise; None leaves it to the template.
+        chat_template: Jinja source; None uses the tokenizer's own.
+        enable_thinking: Passed to the template for every prompt, unless a request's
+            `chat_template_kwargs` sets it; None leaves it to the template.
         tool_call_parser: A name of `TOOL_CALL_PARSERS`; "none" or None leaves calls in the text.
         reasoning_parser: A name of `REASONING_PARSERS`; "none" or None leaves reasoning in the
             text.
 
     Attributes:
-        tokenizer, special_tokens: What encodes and decodes, and its borders.
-        length_bound: The fewest tokens that a text can have.
+        tokenizer, special_tokens: Encoding, and its borders.
+        length_bound: Lower bound of a text's number of tokens.
         reasoning: Splits a text into its reasoning and the rest.
-        no_tools: Why requests with tools are refused, as the template cannot hold their history,
-            and what to do; None where they are not.
+        no_tools: Why requests with tools are rejected, because the template cannot render their
+            history, and what to do; None if they are not.
 
     Raises:
         ConfigError: A parser is unknown, the tool-call parser cannot read what the template
-            writes, there is no template, or it knows no thinking.
+            writes, there is no template, or it has no thinking mode.
     """
 
     def __init__(
@@ -336,7 +336,7 @@ class ChatRenderer:
             token.content: id_ for id_, token in tokenizer.added_tokens_decoder.items()
         }
         self._encode_prompt = lru_cache(_CACHED_PROMPTS)(self._encode_text)
-        # A text with today's date is made each time.
+        # Text with today's date is rendered each time.
         dated = self.reads("strftime_now")
         self._text = self._apply if dated else remembered(self._apply, _CACHED_PROMPTS)
 
@@ -353,22 +353,23 @@ class ChatRenderer:
         Args:
             messages: In the form of chat completions, well formed.
             tools: Likewise.
-            chat_template_kwargs: Further keywords of the template.
+            chat_template_kwargs: Additional keywords of the template.
             add_generation_prompt: Whether the text ends where the assistant's next turn begins.
 
         Raises:
-            RequestError: 400: the template refuses the messages, can hold no conversation with
-                tools, would leave a call out, or does not read a keyword.
+            RequestError: 400: the template rejects the messages, does not support conversations
+                with
+                tools, would drop a call, or does not read a keyword.
         """
         used = any(m["role"] == "tool" or m.get("tool_calls") for m in messages)
         if self.no_tools and (tools or used):
             raise RequestError(self.no_tools, path=("tools",) if tools else ("messages",))
         if self._unseen_tools and (tools or used) and add_generation_prompt:
             _log.warning("%s", self._unseen_tools)
-            self._unseen_tools = None  # said once
+            self._unseen_tools = None  # logged once
         if lost := [risk for m in messages for risk in risks(m) & self._lost_calls]:
             raise RequestError(
-                f"the model's chat template leaves {lost[0]} out of the conversation: set "
+                f"the model's chat template drops {lost[0]} from the conversation: set "
                 "model.chat_template_path to one that shows them",
                 path=("messages",),
             )
@@ -378,8 +379,8 @@ class ChatRenderer:
         try:
             return self._text(shaped, tools, add_generation_prompt=add_generation_prompt, **extra)
         except Exception as error:
-            # A template is a program: it says what it cannot render by raising, and what it forgot
-            # to check fails with any error at all.
+            # A template is a program: it reports what it cannot render by raising, and fails with
+            # any error on what it forgot to check.
             raise RequestError(
                 f"the model's chat template cannot render these messages: {error}",
                 path=("messages",),
@@ -405,17 +406,17 @@ class ChatRenderer:
 
         Args:
             text: The whole prompt.
-            limit: The context's tokens; None for a text of any length.
+            limit: Tokens of the context; None for a text of any length.
 
         Raises:
-            RequestError: 400: the text cannot be tokenized, or is too long by its length alone.
+            RequestError: 400: the text cannot be tokenized, or its length alone is too long.
         """
         self.length_bound.check(text, limit)
         return self._encode_prompt(text)
 
     def word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """The ids that spell each word at the beginning of a text and, where these are others but
-        as many, behind a space: as vLLM looks for `bad_words`.
+        """The ids of each word at the beginning of a text and, if these differ but are as many,
+        after a space: as vLLM searches for `bad_words`.
 
         Raises:
             RequestError: 400: a word cannot be tokenized, or has no tokens.
@@ -438,11 +439,11 @@ class ChatRenderer:
         prompt_ids: Sequence[int] = (),
         stop: Sequence[str] = (),
     ) -> ParsedMessage:
-        """The message that a completion spells.
+        """The message of a completion.
 
         Args:
-            completion_ids: Sampled ids, shape [T]; a final special token is not shown.
-            tools: Tools the model was shown; without any, no tool calls are looked for.
+            completion_ids: Sampled ids, shape [T]; a final special token is removed.
+            tools: Tools offered to the model; without any, no tool calls are parsed.
             prompt_ids: The prompt, whose end tells whether reasoning was already opened.
             stop: Strings that ended the completion; the text is cut before the first one.
         """
@@ -468,29 +469,29 @@ class ChatRenderer:
         return text[:position], string
 
     def parse_text(self, text: str, *, tools: Tools, opened: bool) -> ParsedMessage:
-        """The message that a completion's text spells.
+        """The message of a completion's text.
 
         Args:
             text: The completion without its final special token.
-            tools: Tools the model was shown; without any, no tool calls are looked for.
+            tools: Tools offered to the model; without any, no tool calls are parsed.
             opened: Whether the prompt has already opened the reasoning.
         """
         return read(self.scanner(tools=tools, opened=opened), text)
 
     def scanner(self, *, tools: Tools, opened: bool) -> MessageScanner:
-        """The same for a text that comes in pieces; see `parse_text`."""
+        """A scanner for a text that arrives in pieces; see `parse_text`."""
         return MessageScanner(self.reasoning, self._tool_calls, tools=tools, opened=opened)
 
     def tool_call_id(self, digest: bytes) -> str:
         """A tool call's id in the form that the family's templates accept."""
-        # Mistral's templates take nine letters and digits, and nothing else.
+        # Mistral's templates accept only nine letters and digits.
         return digest.hex()[:9] if self._tool_calls.short_ids else f"call_{digest.hex()[:24]}"
 
     @cached_property
     def turn_ends(self) -> tuple[int, ...]:
-        """The special tokens that the template ends an assistant turn with, as far as can be told.
+        """The special tokens that end an assistant turn in the template, as far as known.
 
-        That of a turn of words, and that of one of tool calls where it is another.
+        That of a turn of text, and that of one of tool calls if it differs.
         """
         ends: list[int | None] = []
         with suppress(RequestError):
@@ -504,14 +505,15 @@ class ChatRenderer:
 
     @property
     def reads_reasoning(self) -> bool:
-        """Whether reasoning can be told from the rest of a text."""
+        """Whether reasoning can be separated from the rest of a text."""
         return self._reasoning_parser != "none"
 
     def grammar(self, constraints: Constraints, prompt_ids: Sequence[int]) -> str:
-        """The grammar of completions that do what a request demands; empty where it is nothing.
+        """The grammar of completions that satisfy a request; empty without requirements.
 
         Raises:
-            RequestError: 400: a schema cannot be made a grammar, or the family's form has none.
+            RequestError: 400: a schema cannot be turned into a grammar, or the family has no
+                grammar.
         """
         return grammar_of(
             constraints,
@@ -526,7 +528,7 @@ class ChatRenderer:
         return self.decode([token_id])
 
     def token_bytes(self, token_id: int) -> list[int] | None:
-        """The bytes a single token stands for; None where they are not known."""
+        """The bytes of a single token; None if unknown."""
         text = self.token_text(token_id)
         if "\ufffd" not in text:
             return list(text.encode())
@@ -558,7 +560,7 @@ class ChatRenderer:
             return tuple(self.tokenizer.encode(text, add_special_tokens=False))
         except (UnicodeError, TypeError) as error:
             raise RequestError(
-                f"the messages hold text that cannot be tokenized: {error}", path=("messages",)
+                f"the messages contain text that cannot be tokenized: {error}", path=("messages",)
             ) from error
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -574,7 +576,7 @@ class ChatRenderer:
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    """The text of `ids` as they are, special tokens included."""
+    """The text of `ids`, special tokens included."""
     text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return cast(str, text)
 
@@ -601,22 +603,23 @@ def _own_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 @cache
 def _byte_of() -> dict[str, int]:
-    """Byte-level BPE's table: the byte that each of its characters stands for (GPT-2)."""
+    """Byte-level BPE's table: the byte of each of its characters (GPT-2)."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
-# The prompts of recorded calls with another system prompt, as a teacher reads them.
+# Prompts of recorded calls with another system prompt, as a teacher reads them.
 #
-# Only the head of a prompt is exchanged. What follows it is taken over as ids, so a sampled turn is
-# never tokenized again:
+# Only the head of a prompt is replaced. What follows is taken over as ids, so a sampled turn is
+# never
+# tokenized again:
 #
 #     recorded   <|im_start|>user\nWhat is 6*7?<|im_end|>\n<|im_start|>assistant\n ...
-#     exchanged  <|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 6*7? ...
+#     replaced   <|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 6*7? ...
 #
-# The head ends with a special token, behind which ids do not depend on what is before them. It is
-# looked for in the messages before the first assistant turn, so nothing in it was sampled.
+# The head ends with a special token, after which ids do not depend on what precedes them. It is
+# searched in the messages before the first assistant turn, so nothing in it was sampled.
 
 
 NO_PLACE = "prompt_has_no_place"
@@ -625,17 +628,17 @@ _CONVERSATION: list[Message] = [{"role": "user", "content": "What is 6*7?"}]
 
 
 def with_system_prompt(messages: Sequence[Message], text: str) -> list[Message]:
-    """A conversation that begins with `text`, in the place of its own system message."""
+    """A conversation that begins with `text` instead of its own system message."""
     own = messages[:1] if messages and messages[0]["role"] in ("system", "developer") else ()
     role = own[0]["role"] if own else "system"
     return [{"role": role, "content": text}, *messages[len(own) :]]
 
 
 class SystemPrompt:
-    """Exchanges the system prompt of recorded calls.
+    """Replaces the system prompt of recorded calls.
 
     Args:
-        renderer: The chat form of the model.
+        renderer: Renderer of the model.
         text: The system prompt.
         limit: Tokens of prompt and completion together.
 
@@ -650,9 +653,9 @@ class SystemPrompt:
         heads = self._heads(_CONVERSATION, [])
         if heads is None or heads[0] == heads[1]:
             raise ConfigError(
-                "tuner.algorithm.prompt would change nothing that this model reads, or more than "
-                "what comes before the conversation: its chat template has no system message, or "
-                "another place for it; set model.chat_template_path to one that begins with it"
+                "tuner.algorithm.prompt would change nothing in this model's prompts, or more "
+                "than the part before the conversation: its chat template has no system message, "
+                "or places it elsewhere; set model.chat_template_path to one that begins with it"
             )
         if len(heads[1]) >= limit:
             raise ConfigError(
@@ -661,12 +664,12 @@ class SystemPrompt:
             )
 
     def __call__(self, call: Call) -> tuple[int, ...] | str:
-        """The call's prompt with this system prompt in the place of its own.
+        """The call's prompt with this system prompt in place of its own.
 
         Returns:
-            The ids, shape [P'], or why there are none: more than the head of the prompt would be
-            another (`prompt_has_no_place`), or the call would be longer than the context
-            (`prompt_too_long`).
+            The ids, shape [P'], or why there are none: more than the head of the prompt would
+                change
+            (`prompt_has_no_place`), or the call would exceed the context (`prompt_too_long`).
         """
         for tools in (call.tools, []):  # with tool_choice none they were not shown
             heads = self._heads(call.messages, tools)
@@ -679,8 +682,8 @@ class SystemPrompt:
     def _heads(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
     ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """The ids of a prompt's head and of what takes its place; None where they cannot be told
-        from what follows."""
+        """The ids of a prompt's head and of its replacement; None if they cannot be separated from
+        what follows."""
         turns = [index for index, one in enumerate(messages) if one["role"] == "assistant"]
         try:
             own, other = self._texts(messages[: turns[0]] if turns else messages, tools)
@@ -694,13 +697,13 @@ class SystemPrompt:
                 if other != heads[1] + own.removeprefix(heads[0]):
                     return None
             return self._renderer.encode(heads[0]), self._renderer.encode(heads[1])
-        except RequestError:  # as of a template that wants a user's message first
+        except RequestError:  # e.g. a template that needs a user's message first
             return None
 
     def _texts(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
     ) -> tuple[str, str]:
-        """The prompt as it was, and with this system prompt."""
+        """The prompt with its own and with this system prompt."""
         render = self._renderer.render_text
         exchanged = with_system_prompt(messages, self._text)
         return render(messages, tools), render(exchanged, tools)

@@ -1,8 +1,8 @@
-"""What a chat template wants of messages, and whether the parser reads the calls that it writes.
+"""What a chat template needs of messages, and whether the parser reads the calls that it writes.
 
-The latter is tried once on a canonical conversation when a model's chat form is made: a parser that
-cannot read the model's calls would leave every one of them in the text, and no rollout would use a
-tool. So is whether the template can hold a conversation with tools at all.
+The latter is tested once with a standard conversation when a model's renderer is made: a parser
+that cannot read the model's calls would leave every one of them in the text, and no rollout would
+use a tool. It is also tested whether the template supports conversations with tools at all.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ def text_of(content: str | list[dict[str, Any]]) -> str:
 
 
 def content_of(texts: list[str]) -> str | list[dict[str, Any]]:
-    """The content of a message: one text as it is, several as text parts."""
+    """The content of a message: one text as a string, several as text parts."""
     if len(texts) == 1:
         return texts[0]
     return [{"type": "text", "text": text} for text in texts]
 
 
 def said(message: Message) -> tuple[str | None, str]:
-    """The reasoning that a message holds in a field of its own, and its text."""
+    """The reasoning that a message has in a separate field, and its text."""
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     return reasoning, text_of(message.get("content") or "")
 
 
 @dataclass(frozen=True)
 class TemplateForm:
-    """What the template wants of an assistant turn with tool calls.
+    """How the template needs an assistant turn with tool calls.
 
     Attributes:
-        arguments_as_text: Arguments as JSON text, because it writes them as they are.
-        content_always: Content also where there is none, as "".
+        arguments_as_text: Arguments as JSON text, because it writes them unchanged.
+        content_always: Content is required, "" if there is none.
     """
 
     arguments_as_text: bool = False
@@ -56,15 +56,15 @@ class TemplateForm:
 def for_template(
     messages: list[Message], form: TemplateForm, *, developer_role: bool
 ) -> list[Message]:
-    """Checked messages as chat templates expect them.
+    """Convert checked messages to the form that chat templates expect.
 
-    Text parts become one string and fields without a value go. Arguments of earlier tool calls
+    Text parts become one string and empty fields are removed. Arguments of earlier tool calls
     become the object they spell, because templates write them with `tojson`; text that is not a
-    JSON object stays as it is. "developer" becomes "system" unless the template knows it.
+    JSON object stays. "developer" becomes "system" unless the template knows it.
 
     Args:
         messages: Well formed.
-        form: What the template wants.
+        form: Requirements of the template.
         developer_role: The template knows the role "developer".
     """
     shaped = []
@@ -131,7 +131,7 @@ ANY_CALL: Final[list[Message]] = [
 
 
 class Apply(Protocol):
-    """Renders messages in the template's shape; raises whatever the template does."""
+    """Renders messages with the template; raises whatever the template raises."""
 
     def __call__(
         self, shaped: list[Message], tools: Tools, *, add_generation_prompt: bool
@@ -139,7 +139,7 @@ class Apply(Protocol):
 
 
 def remembered(apply: Apply, count: int) -> Callable[..., str]:
-    """`apply`, with its last `count` texts for whoever asks for the same again."""
+    """Cache the last `count` results of `apply`."""
 
     @lru_cache(count)
     def known(asked: str) -> str:
@@ -149,7 +149,7 @@ def remembered(apply: Apply, count: int) -> Callable[..., str]:
     def text(shaped: list[Message], tools: Tools, **options: Any) -> str:
         try:
             asked = json.dumps((shaped, tools, options))
-        except TypeError:  # a caller's own object, which the template may know what to do with
+        except TypeError:  # a caller's own object, which the template may know
             return apply(shaped, tools, **options)
         return known(asked)
 
@@ -157,11 +157,11 @@ def remembered(apply: Apply, count: int) -> Callable[..., str]:
 
 
 def template_form(apply: Apply, tool_call_parser: str) -> TemplateForm:
-    """How the template takes tool calls; it is checked that the parser reads them.
+    """How the template needs tool calls; checks that the parser reads them.
 
-    A template that renders no tool calls, or not this conversation, is taken as it is. Where it
-    takes several forms, that one counts in which the whole conversation is: some miss the content
-    of a turn with calls only when a result has followed.
+    A template that renders no tool calls, or not this conversation, is accepted. If it supports
+    several forms, the one that keeps the whole conversation is used: some drop the content of a
+    turn with calls only when a result has followed.
 
     Raises:
         ConfigError: The template writes tool calls that the parser cannot read.
@@ -171,7 +171,7 @@ def template_form(apply: Apply, tool_call_parser: str) -> TemplateForm:
         for content_always, arguments_as_text in itertools.product((False, True), repeat=2)
     ]
     turns = {form: turn for form in forms if _NAME in (turn := _turn(apply, form) or "")}
-    # Where the template takes text and objects, it writes what is read back as it was.
+    # If the template supports text and objects, it writes back what it was given.
     read = [form for form, turn in turns.items() if _reads(tool_call_parser, turn)]
     if read or not turns or tool_call_parser == "none":
         obstacles = {form: tools_obstacle(apply, form) for form in read or turns or forms}
@@ -191,12 +191,12 @@ def template_form(apply: Apply, tool_call_parser: str) -> TemplateForm:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """What a template does to a conversation with tools, if not right.
+    """A problem of a template with conversations with tools.
 
     Attributes:
-        found: What follows "the model's chat template".
-        refused: Whether that leaves a request with tools without sense: a template that does not
-            even show the tools has a model that calls none.
+        found: Continues the sentence "the model's chat template".
+        refused: Whether requests with tools make no sense: if a template does not even show the
+            tools, the model calls none.
         fails: Whether nothing is rendered.
     """
 
@@ -208,16 +208,16 @@ class Obstacle:
 def _gravity(obstacle: Obstacle | None, form: TemplateForm) -> int:
     if obstacle is None or not obstacle.fails:
         return 0 if obstacle is None else 1
-    return 2 if form.content_always else 3  # that content is missing may hide why it fails
+    return 2 if form.content_always else 3  # missing content may hide why it fails
 
 
 def tools_obstacle(apply: Apply, form: TemplateForm) -> Obstacle | None:
-    """What the template does to a conversation with two tool calls and their results, if not right.
+    """The template's problem with a conversation with two tool calls and their results.
 
-    One call a turn: some families have no more, and their templates refuse them.
+    One call a turn: the templates of some families reject more.
 
     Returns:
-        None where calls and results are in the text.
+        None if calls and results are in the text.
     """
     shaped = for_template(ANY_CALL, form, developer_role=False)
     try:
@@ -235,14 +235,14 @@ def tools_obstacle(apply: Apply, form: TemplateForm) -> Obstacle | None:
 
 
 def risks(message: Message) -> set[str]:
-    """What of a turn with calls some templates leave out in silence."""
+    """Parts of a turn with calls that some templates drop silently."""
     calls = message.get("tool_calls") or ()
     several = {"some of several calls in a turn"} if len(calls) > 1 else set()
     return several | ({"calls with words beside them"} if calls and said(message)[1] else set())
 
 
 def lost_calls(apply: Apply, form: TemplateForm) -> set[str]:
-    """Which of the `risks` the template runs; one that refuses such a turn loses nothing."""
+    """Which of the `risks` apply to the template; one that rejects such a turn drops nothing."""
     user, one, result, other, another = ANY_CALL
     both = {**one, "tool_calls": one["tool_calls"] + other["tool_calls"]}
     lost: set[str] = set()
@@ -259,14 +259,14 @@ _OPTIONAL: Final = {"description": "", "parameters": {"type": "object", "propert
 
 
 def whole(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """The tool with what it may leave out."""
+    """The tool with its optional parts."""
     function = tool["function"]
     missing = {key: value for key, value in _OPTIONAL.items() if function.get(key) is None}
     return {**tool, "function": {**function, **missing}}
 
 
 def wants_whole_tools(apply: Apply) -> bool:
-    """Whether the template fails on a tool that has nothing but a name."""
+    """Whether the template fails on a tool that has only a name."""
     try:
         apply(
             ANY_CALL[:1],
@@ -279,7 +279,7 @@ def wants_whole_tools(apply: Apply) -> bool:
 
 
 def _turn(apply: Apply, form: TemplateForm) -> str | None:
-    """The assistant turn as the template writes it; None where it refuses the conversation."""
+    """The assistant turn as the template writes it; None if it rejects the conversation."""
 
     def render(*messages: Message, prompt: bool) -> str:
         shaped = for_template(list(messages), form, developer_role=False)
@@ -289,7 +289,7 @@ def _turn(apply: Apply, form: TemplateForm) -> str | None:
         before = render(*ANY_CALL[:1], prompt=True)
         whole = render(*ANY_CALL[:2], prompt=False)
     except Exception:
-        # A template refuses by raising anything at all, and is asked again for each request.
+        # A template rejects by raising anything at all, and is called again for each request.
         return None
     if not whole.startswith(before):
         # The prompt opens or closes the reasoning, which the turn does not repeat.

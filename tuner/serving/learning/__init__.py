@@ -1,1 +1,1 @@
-"""Learning while serving: what it takes, how it trains, what is proven, and which weights serve."""
+"""Learning while serving: the data, the training, the proof, and the weights that serve."""

@@ -1,4 +1,4 @@
-"""What `tuner serve --train` asks of a configuration, and the parts that it makes of it."""
+"""Checks of a configuration for `tuner serve --train`, and the parts made from it."""
 
 from __future__ import annotations
 
@@ -25,17 +25,14 @@ Task = dict[str, Any]
 
 
 def check_can_learn(config: RunConfig) -> None:
-    """
-    Raises:
-        ConfigError: A setting is of no use, or of another, to a server that learns; or there is
-            nothing that promotions could be proven on.
-    """
+    """Raise ConfigError for a setting that does not fit a learning server, or if promotions could
+    not be proven."""
     if problems := list(_unfit(config)):
         raise ConfigError("; ".join(f"tuner serve --train: {one}" for one in problems))
 
 
 def learning_config(config: RunConfig) -> RunConfig:
-    """The configuration that a server learns with: its engine has weights of its own."""
+    """The configuration that a server learns with: its engine has a copy of the weights."""
     engine = config.explorer.rollout_model.model_copy(update={"engine_type": "transformers"})
     explorer = config.explorer.model_copy(update={"rollout_model": engine})
     ahead = SynchronizerSection(sync_offset=max(1, config.synchronizer.sync_offset))
@@ -43,13 +40,13 @@ def learning_config(config: RunConfig) -> RunConfig:
 
 
 def _unfit(config: RunConfig) -> Iterator[str]:
-    """What of a configuration a server cannot learn with, a sentence each."""
+    """Reasons this configuration cannot be used with `--train`."""
     algorithm, tuner = config.algorithm, config.tuner
     name, advantage = algorithm.algorithm_type, ADVANTAGES[algorithm.advantage_fn]
     if ALGORITHMS[name].recorded is not None:
         yield (
             f"algorithm.algorithm_type {name} trains on recorded data; set one that learns from "
-            "rewards, as multi_step_grpo"
+            "rewards, such as multi_step_grpo"
         )
     elif not advantage.needs_reward or algorithm.advantage_fn == "tree":
         yield (
@@ -59,31 +56,31 @@ def _unfit(config: RunConfig) -> Iterator[str]:
     if algorithm.optimizer.lr_scheduler_type != "constant":
         yield (
             f"algorithm.optimizer.lr_scheduler_type is {algorithm.optimizer.lr_scheduler_type}, "
-            "and a server has no last step: set it to constant"
+            "but a server has no last step: set it to constant"
         )
     if algorithm.optimizer.lr_warmup_steps_ratio:
         yield (
-            "algorithm.optimizer.lr_warmup_steps_ratio is set, and a server has no last step: set "
+            "algorithm.optimizer.lr_warmup_steps_ratio is set, but a server has no last step: set "
             "lr_warmup_steps"
         )
     if advantage.needs_group and config.buffer.batch_size < 2:
         yield (
-            f"buffer.batch_size is {config.buffer.batch_size}, and {algorithm.advantage_fn} "
-            "compares sessions: set it to 2 at least"
+            f"buffer.batch_size is {config.buffer.batch_size}, but {algorithm.advantage_fn} "
+            "compares sessions: set it to 2 or more"
         )
     if tuner.algorithm.proximal == "loglinear":
         yield (
-            "tuner.algorithm.proximal loglinear counts the updates between two policies, which "
-            "says nothing after a rollback: set it to auto"
+            "tuner.algorithm.proximal loglinear counts the updates between two policies, which is "
+            "meaningless after a rollback: set it to auto"
         )
     if tuner.branching is not None:
-        yield "tuner.branching begins rollouts, and sessions are begun by users: remove it"
+        yield "tuner.branching starts rollouts, but users start sessions: remove it"
     if tuner.tasks.selector is not None:
-        yield "tuner.tasks.selector draws tasks, and sessions are begun by users: remove it"
+        yield "tuner.tasks.selector draws tasks, but users start sessions: remove it"
     if tuner.deterministic:
         yield (
-            "tuner.deterministic is true, but which weights sample a token depends on when it is "
-            "asked for: remove it"
+            "tuner.deterministic is true, but which weights sample a token depends on timing: "
+            "remove it"
         )
     by, tried = tuner.serving.promotion.by, config.buffer.explorer_input.eval_tasksets
     if by in ("held_out", "both") and not tried:
@@ -94,8 +91,8 @@ def _unfit(config: RunConfig) -> Iterator[str]:
     engine = config.explorer.rollout_model.engine_type
     if engine not in ("auto", "transformers"):
         yield (
-            f"explorer.rollout_model.engine_type is {engine}, and only the engine over "
-            "transformers serves promoted weights so far: set it to transformers"
+            f"explorer.rollout_model.engine_type is {engine}, but only the transformers engine can "
+            "serve promoted weights so far: set it to transformers"
         )
 
 
@@ -106,13 +103,13 @@ def build_learner(
     directory: RunDirectory,
     eval_tasks: Mapping[str, Sequence[Task]],
 ) -> Learner:
-    """What learns beside a stack, over the weights that the configuration names.
+    """A learner next to a stack, for the weights that the configuration names.
 
     Args:
-        config: As `learning_config` gives it.
-        stack: Built of it, with the user's functions where there are evaluation sets.
-        store: The server's.
-        directory: The run's.
+        config: As returned by `learning_config`.
+        stack: Built from it, with the user's functions if there are evaluation sets.
+        store: The server's store.
+        directory: The run directory.
         eval_tasks: Rows of each evaluation set, by its name.
     """
     from tuner.runs.stack import build_trainer
@@ -128,12 +125,12 @@ def build_learner(
 
 
 _ENDLESS = 2**31
-"""Steps of a server: the learning rate does not depend on them."""
+"""Number of steps of a server: the learning rate does not depend on them."""
 
 
 @dataclass(frozen=True)
 class Deciding:
-    """The models of a server that learns, as its control API asks for them."""
+    """The models of a learning server, for its control API."""
 
     learner: Learner
 
@@ -143,10 +140,7 @@ class Deciding:
         return ServedModels(**self.learner.models())
 
     async def rollback(self) -> ServedModels:
-        """
-        Raises:
-            RequestError: 409: nothing was promoted.
-        """
+        """Raises RequestError 409 if nothing was promoted."""
         from tuner.gateway.request_error import RequestError
 
         try:
@@ -157,7 +151,7 @@ class Deciding:
 
 
 def learning(eval_tasks: Mapping[str, Sequence[Task]]) -> Beside:
-    """What goes on beside a server that learns.
+    """Runs a learner next to a server.
 
     Args:
         eval_tasks: Rows of each evaluation set, by its name.

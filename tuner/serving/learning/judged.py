@@ -1,12 +1,12 @@
-"""What a server learns from: judged sessions, in groups, once each.
+"""Training data of a server: judged sessions, in groups, each used once.
 
-Sessions of one `group` are compared with each other, as rollouts of a task are. All others of an
-update are compared with each other: they are one group, whatever they were about. Its baseline
-(with `rloo` the mean reward of the other sessions, with `grpo` what is proportional to that) does
-not depend on what the session itself did, so it moves no expectation; what tasks differ in stays as
-noise. Sessions that happen to have an equal task are not made a group of: the mean of one or two
-others is noisier than that of a whole update, and who has more of one task can say so (`group`).
-Algorithms that compare nothing inside a group (`ppo` with its critic) take each alone.
+Sessions of one `group` are compared with each other, like rollouts of a task. All others of an
+update are compared with each other as one group, whatever their tasks. Its baseline (with `rloo`
+the mean reward of the other sessions, with `grpo` proportional to that) does not depend on what the
+session itself did, so it adds no bias; differences between tasks remain as noise. Sessions that
+happen to have equal tasks are not grouped: the mean of one or two others is noisier than that of a
+whole update, and users with several sessions of a task can set `group`. Algorithms without groups
+(`ppo` with its critic) take each session alone.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from tuner.traces import Call, RolloutId, Trace
 from tuner.training.batch import Batch, TeacherPrompt, build_batch, own_prompt, untrainable
 
 _MOST = 1000
-"""Judged sessions that are looked at together, the oldest; at least four updates of them."""
+"""Number of judged sessions considered together, the oldest; at least four updates of them."""
 LOOK = 0.5
-"""Seconds between two looks for judged sessions."""
+"""Seconds between two checks for judged sessions."""
 _COUNT = "SELECT COUNT(*) FROM sessions WHERE judged AND trained IS NULL AND ended IS NOT NULL"
 
 
 @dataclass(frozen=True)
 class Groups:
-    """What of the groups that users named is not among the judged sessions.
+    """State of the users' groups whose sessions are not all judged.
 
     Attributes:
-        waiting: Numbers of those of which a session is open, or has no reward yet.
-        spent: Numbers of those of which an earlier update trained a session.
+        waiting: Numbers of groups with a session that is open, or has no reward yet.
+        spent: Numbers of groups with a session that an earlier update trained.
     """
 
     waiting: Collection[int] = ()
@@ -48,17 +48,17 @@ class Groups:
 def units(
     judged: Sequence[StoredSession], groups: Groups, *, batch: int, repeat: int, compared: bool
 ) -> list[list[StoredSession]]:
-    """What an update would take, in the order of their last sessions; all that is ready.
+    """What an update would take, in the order of their last sessions; everything that is ready.
 
     A group is ready when all of its sessions are judged and there is more than one, or when
-    `repeat` of them are, or when so many sessions that were opened after its last one are judged
-    that an update could be made of those: a reward that never comes holds nothing up for long. A
-    session is alone that has no group, or is what is left of one.
+    `repeat` of them are, or when enough sessions for an update that were opened after its last one
+    are judged: a missing reward does not block it for long. A session without a group, or left over
+    from one, is alone.
 
     Args:
-        judged: Sessions that ended and have a reward, in the order in which they were opened.
+        judged: Ended sessions with a reward, in the order in which they were opened.
         batch: Units of an update (`buffer.batch_size`).
-        repeat: Sessions of a whole group (`algorithm.repeat_times`).
+        repeat: Sessions of a complete group (`algorithm.repeat_times`).
         compared: Whether a session that is alone in its group teaches nothing.
     """
     members: dict[int, list[StoredSession]] = defaultdict(list)
@@ -78,10 +78,9 @@ def units(
 def chosen(
     ready: Sequence[list[StoredSession]], *, batch: int, compared: bool
 ) -> list[list[StoredSession]]:
-    """The groups of the next update, none where there is too little: of the oldest units the
-    groups, and those that are alone as one more, the last. One that would be alone even there
-    waits for another.
-    """
+    """The groups of the next update, none if there is too little data: the groups among the oldest
+    units, and the single sessions as one more group at the end. A single session that would be
+    alone even there waits for another."""
     taken = list(ready[:batch])
     if compared and sum(len(unit) == 1 for unit in taken) == 1:
         another = [unit for unit in ready[batch:] if len(unit) == 1][:1]
@@ -95,7 +94,7 @@ def chosen(
 
 @dataclass(frozen=True)
 class Taken(Found):
-    """What an update trains on, and which sessions that is."""
+    """The data of an update, and its sessions."""
 
     _: KW_ONLY
     sessions: tuple[str, ...] = ()
@@ -106,9 +105,9 @@ class JudgedSource:
 
     Args:
         config: The effective configuration.
-        store: Where the sessions are.
-        oldest: The version of the weights that a token must be of, or a later one, to be trained.
-        teacher_prompt: What a teacher reads before a call.
+        store: The store of sessions.
+        oldest: Minimum version of the weights of a trained token.
+        teacher_prompt: A teacher's prompt of a call.
     """
 
     def __init__(
@@ -127,7 +126,7 @@ class JudgedSource:
 
     @property
     def waiting(self) -> dict[str, float]:
-        """Sessions and tokens that no update has taken: not judged, and judged but not enough."""
+        """Sessions and tokens that no update has taken: not judged, or judged but too few."""
         query = "SELECT COUNT(*), COALESCE(SUM(sampled_tokens), 0) FROM sessions WHERE {} AND calls"
         unjudged = self._store.ask(query.format("NOT judged"))[0]
         judged = self._store.ask(query.format("judged AND trained IS NULL"))[0]
@@ -139,7 +138,7 @@ class JudgedSource:
         }
 
     def ready(self) -> list[list[StoredSession]]:
-        """The groups of the next update; none where there is too little."""
+        """The groups of the next update; none if there is too little data."""
         batch, repeat = self._config.buffer.batch_size, self._config.algorithm.repeat_times
         if self._store.ask(_COUNT)[0][0] < batch:
             return []
@@ -148,8 +147,8 @@ class JudgedSource:
         return chosen(found, batch=batch, compared=self._compared)
 
     def _judged(self) -> tuple[list[StoredSession], list[StoredSession]]:
-        """Sessions that no update has taken: those that can be trained, and those of which all
-        that was sampled is too old."""
+        """Sessions that no update has taken: those that can be trained, and those whose tokens are
+        all too old."""
         config, oldest = self._config, self._oldest()
         update = config.buffer.batch_size * config.algorithm.repeat_times
         found = self._store.untrained(limit=max(_MOST, 4 * update))
@@ -172,14 +171,14 @@ class JudgedSource:
         )
 
     def taken(self, groups: Sequence[Sequence[StoredSession]], *, step: int, version: int) -> Taken:
-        """What an update trains on; what is too old altogether goes with it.
+        """The data of an update, including sessions that are entirely too old.
 
-        The sessions stay where they are until they are marked.
+        The sessions stay in the store until they are marked.
 
         Args:
-            groups: As `ready` gives them.
+            groups: As returned by `ready`.
             step: Number of the update.
-            version: Updates that the weights have seen which it changes.
+            version: Number of updates that the weights have seen before it.
         """
         config = self._config
         _, stale = self._judged()
@@ -218,10 +217,10 @@ class JudgedSource:
 
 
 def rewarded(trace: Trace) -> Trace:
-    """A session with a reward for all of it; where only calls have one, their mean.
+    """A session with a reward for all of it; if only calls have one, their mean.
 
-    Calls without a reward of their own are then not trained, for nobody said anything of them; the
-    mean is what others of its group are compared with.
+    Calls without a reward of their own are then not trained, because nobody judged them; the mean
+    is what others of its group are compared with.
     """
     own = [call.reward for call in trace.calls if call.reward is not None]
     if trace.reward is not None or not own:
@@ -230,7 +229,7 @@ def rewarded(trace: Trace) -> Trace:
 
 
 def with_stale(batch: Batch, traces: Sequence[Trace]) -> Batch:
-    """A batch with sessions that are too old altogether among what it does not train."""
+    """Add sessions that are entirely too old to the dropped ones of a batch."""
     tokens = sum(trace.sampled_tokens for trace in traces)
     if not traces:
         return batch

@@ -1,16 +1,16 @@
-"""A server that learns while it serves, top to bottom: take, train, keep, prove, promote.
+"""A server that learns while it serves, top to bottom: take, train, save, prove, promote.
 
-    whenever enough judged sessions are there:
+    whenever there are enough judged sessions:
         found = taken(ready)                              each session once
         scored = compute_ref_logp(compute_advantages(batch))
-        metrics = ppo_update(scored)                      in a thread; generation goes on
-        checkpoint, mark the sessions                     the update is on disk, or it never was
+        metrics = ppo_update(scored)                      in a thread; generation continues
+        checkpoint, mark the sessions                     the update is on disk, or never happened
         prove: held-out tasks, live sessions, or both
         promote                                           between two tokens, if it is proven
 
-What serves and what is trained are two copies. A candidate that is not proven to be better yet is
-trained on, for single updates are small; one that is proven to be worse is left, and training goes
-on from what serves, with the optimizer's state of then.
+The serving and the trained weights are two copies. A candidate that is not proven to be better yet
+is trained further, because single updates are small; one that is proven to be worse is abandoned,
+and training continues from the serving weights, with the optimizer's state at that time.
 
 A session counts as trained when the checkpoint of its update is complete: that names its sessions,
 and they are marked in the store at once, or at the next start. So after a kill the trainer's state
@@ -49,18 +49,18 @@ T = TypeVar("T")
 
 
 class Learner:
-    """Learns from the sessions of a store, and promotes what is proven.
+    """Learns from the sessions of a store, and promotes proven versions.
 
     Args:
-        config: The effective configuration; `tuner.serving.promotion` says what a proof is.
-        stack: What serves; it has a copy of the weights.
-        trainer: Over the stack's model.
-        store: The server's; used in the event loop alone.
-        directory: The run's.
-        held_out: Tries the held-out tasks; None where the settings want no such proof.
+        config: The effective configuration; `tuner.serving.promotion` defines a proof.
+        stack: The serving stack, with a copy of the weights.
+        trainer: Trains the stack's model.
+        store: The server's store; used only in the event loop.
+        directory: The run directory.
+        held_out: Evaluates held-out tasks; None if the settings want no such proof.
 
     Attributes:
-        failure: Why nothing is learned any more, or None.
+        failure: Why learning has stopped, or None.
     """
 
     def __init__(
@@ -100,17 +100,17 @@ class Learner:
         self._deciding = asyncio.Lock()
 
     def _oldest(self) -> int:
-        """The version that a token must be of, or a later one, to be trained."""
+        """Minimum version of a trained token."""
         line, bound = self.ledger.line, self._config.tuner.serving.max_staleness
         return line[max(0, len(line) - 1 - bound)]
 
-    # The beginning
+    # Start
 
     async def begin(self) -> None:
-        """Take up what a server left, or begin with version 0; nothing may be served before.
+        """Restore what a server left, or start with version 0; nothing may be served before.
 
         Raises:
-            TunerError: The checkpoint of what serves is missing or damaged.
+            TunerError: The checkpoint of the serving weights is missing or damaged.
         """
         ledger, newest = self.ledger, self._directory.sound_checkpoint(logger.warning)
         self._kept = newest or 0
@@ -130,7 +130,7 @@ class Learner:
             await self._canary.begin(candidate, self.versions.tensors(candidate))
 
     def _agree_with_store(self) -> None:
-        """Sessions are marked as the newest checkpoint has them, and its metrics are logged."""
+        """Mark sessions as the newest checkpoint has them, and log its metrics."""
         step, learned = self._kept, self.versions.learned(self._kept)
         self._store.change("UPDATE sessions SET trained = NULL WHERE trained > ?", step)
         self._store.mark_trained(learned.sessions, step)
@@ -142,18 +142,17 @@ class Learner:
     # The loop
 
     async def run(self) -> None:
-        """Learn until this is cancelled, or cannot go on: then `failure` says why, and what serves
-        goes on serving."""
+        """Learn until cancelled or failed: then `failure` says why, and serving continues."""
         try:
             while True:
                 if not await self.turn():
                     await asyncio.sleep(LOOK)
         except TunerError as error:
             self.failure = str(error)
-            logger.error("learning has stopped, and serving goes on: %s", error)
+            logger.error("learning has stopped, serving continues: %s", error)
         except Exception as error:
             self.failure = f"{type(error).__name__}: {error}"
-            logger.exception("learning has stopped, and serving goes on")
+            logger.exception("learning has stopped, serving continues")
 
     async def turn(self) -> bool:
         """Decide what can be decided, and train what can be trained.
@@ -168,7 +167,7 @@ class Learner:
         groups = self.source.ready()
         if not groups:
             return decided
-        async with self._deciding:  # no rollback is in its middle
+        async with self._deciding:  # no rollback is in progress
             self._busy, before = True, self._rollbacks
         try:
             found = self.source.taken(groups, step=self._kept + 1, version=self._kept)
@@ -181,13 +180,13 @@ class Learner:
         return True
 
     async def _step(self, found: Taken, *, as_of: int) -> None:
-        """One update, from the sessions that it takes to what is decided about it."""
+        """One update, from its sessions to the decision about it."""
         step, started = self._kept + 1, time.perf_counter()
         self.versions.changing()
         metrics = await self._aside(partial(self._update, found, step))
         metrics |= found.seconds(0.0, time.perf_counter() - started, 0.0)
         async with self._deciding:
-            if self._rollbacks != as_of:  # it went on from what no longer serves
+            if self._rollbacks != as_of:  # it was trained from weights that no longer serve
                 return
             await self._keep(step, Learned(found.sessions, metrics))
         if found.batch.rows:
@@ -195,15 +194,15 @@ class Learner:
         self._log(step, metrics | self.source.waiting)
 
     async def _keep(self, step: int, learned: Learned) -> None:
-        """Make an update one that was made: from now on a kill does not undo it."""
+        """Make an update permanent: from now on a kill does not undo it."""
         gone = await self._aside(partial(self.versions.save, learned, spared=self._spared()))
         self._store.mark_trained(learned.sessions, step)
         self._kept = step
         if self._held_out is not None:
-            self._held_out.forget({*gone, step})  # of an earlier life, too
+            self._held_out.forget({*gone, step})  # including a previous process's
 
     def _update(self, found: Taken, step: int) -> dict[str, float]:
-        """The metrics of an update, in the thread; without a row the weights stay as they are."""
+        """The metrics of an update, in the thread; without rows the weights stay the same."""
         metrics = dict(found.metrics)
         if found.batch.rows:
             changed = update(self._trainer, found.batch)
@@ -221,8 +220,8 @@ class Learner:
         logger.info("update %d", step, extra={"said": shown})
 
     def _spared(self) -> set[int]:
-        """The versions whose checkpoints are kept: of those that served as many as the settings
-        say, but what serves and the one before in any case."""
+        """Versions whose checkpoints are kept: as many of those that served as the settings
+        say, and always the serving one and the one before."""
         line, keep = self.ledger.line, self._config.trainer.max_checkpoints_to_keep
         trial = self.ledger.trial
         return {*(line[-max(keep, 2) :] if keep else line), *([] if trial is None else [trial])}
@@ -235,12 +234,12 @@ class Learner:
     # Proofs
 
     async def _prove(self, step: int, *, as_of: int) -> dict[str, float]:
-        """Decide about the newest weights by the kind of proof that is wanted, if that can be now;
-        the metrics of their evaluation."""
+        """Decide about the newest weights by the required proof, if possible now; returns the
+        metrics of their evaluation."""
         if self._rules.by == "always":
             await self._promote(step, _ALWAYS, as_of=as_of)
         elif self._canary.candidate is not None:
-            pass  # an earlier candidate is tried, which is decided first
+            pass  # an earlier candidate is in a trial, which is decided first
         elif self._rules.by == "live":
             await self._begin_trial(step, _SHARE, as_of=as_of)
         else:
@@ -251,7 +250,7 @@ class Learner:
         assert self._held_out is not None, "the settings were checked"
         serving = self.versions.serving
         pairs = await self._held_out.compare(serving, step, await self.versions.own())
-        if self._rollbacks != as_of:  # nobody knows which weights served in the middle of it
+        if self._rollbacks != as_of:  # unclear which weights served meanwhile
             self._held_out.forget({serving})
             return dict(pairs.metrics)
         decision = pairs.decision(self._rules)
@@ -262,7 +261,7 @@ class Learner:
         return dict(pairs.metrics)
 
     async def _look_at_live(self) -> bool:
-        """Act on what live sessions say of a candidate; whether it was decided."""
+        """Act on the live results of a candidate; returns whether it was decided."""
         candidate, decision = self._canary.candidate, self._canary.look()
         if candidate is None or decision is None or decision.verdict == "not yet":
             return False
@@ -270,7 +269,7 @@ class Learner:
         return True
 
     async def _act(self, version: int, decision: Decision, *, as_of: int) -> None:
-        """Do what a proof says of a candidate, unless there was a rollback in between."""
+        """Act on a proof about a candidate, unless there was a rollback in between."""
         if decision.verdict == "promote":
             await self._promote(version, decision.text, decision, as_of=as_of)
             return
@@ -309,23 +308,23 @@ class Learner:
             await self._canary.begin(version, tensors)
 
     async def rollback(self) -> int:
-        """Let the version that served before serve again; training goes on from there.
+        """Serve the previously serving version again; training continues from there.
 
         Returns:
             The version that serves now.
 
         Raises:
-            ConfigError: Nothing was promoted that could be taken back.
+            ConfigError: There is no promotion to roll back.
         """
         async with self._deciding:
             line = self.ledger.line
             if len(line) < 2:
                 raise ConfigError(
-                    f"version {line[0]} serves, and nothing was promoted that could be taken back"
+                    f"version {line[0]} serves, and there is no promotion to roll back"
                 )
             if not self._directory.checkpoint(line[-2]).is_dir():
                 raise ConfigError(
-                    f"version {line[-2]} served before, and its checkpoint was not kept: raise "
+                    f"version {line[-2]} served before, and its checkpoint was deleted: raise "
                     "trainer.max_checkpoints_to_keep, or leave it out to keep all"
                 )
             tensors = await asyncio.to_thread(self.versions.tensors, line[-2])
@@ -352,23 +351,23 @@ class Learner:
         )
         logger.info("%s, version %d beside %d: %s", kind, version, serving, why)
 
-    # What the server tells
+    # Interface to the server
 
     def placed(self, session: Session, *, new: bool) -> None:
-        """A session was made, which may be one of the candidate's; see `Canary.placed`."""
+        """See `Canary.placed`."""
         self._canary.placed(session, new=new)
 
     def noted(self, session_id: str) -> None:
-        """A call of a session was stored."""
         self._canary.noted(session_id)
 
     @property
     def updates(self) -> int:
-        """How many were made, thrown away ones too."""
+        """Number of updates, including abandoned ones."""
         return self._kept
 
     def models(self) -> dict[str, Any]:
-        """What serves, what is tried, and what was decided: as `GET /tuner/v1/models` gives it."""
+        """The serving version, the candidate, and the decisions: the body of `GET
+        /tuner/v1/models`."""
         decisions = self.ledger.decisions()
         since = next(one.at for one in reversed(decisions) if one.kind in _SERVES)
         candidate: dict[str, Any] | None = None
@@ -385,7 +384,7 @@ class Learner:
         }
 
     async def aclose(self) -> None:
-        """Let an update that runs come to its end, without keeping it."""
+        """Let a running update finish, without saving it."""
         await asyncio.to_thread(self._thread.shutdown)
         if self._metrics is not None:
             self._metrics.close()

@@ -1,7 +1,7 @@
-"""What was decided about weights, in the store of the server: promotions, rollbacks, arms.
+"""Decisions about weights, in the store of the server: promotions, rollbacks, arms.
 
-A row for each decision, which is never changed. What serves is what the rows come to: a promotion
-puts a version on top of those before it, a rollback takes the top one away.
+A row for each decision, which never changes. The serving version follows from all rows: a promotion
+puts a version on top of the earlier ones, a rollback removes the top one.
 
     start 0, promote 12, promote 25, rollback, promote 40     ->  0, 12, 40: 40 serves, 12 is below
 """
@@ -45,18 +45,18 @@ CREATE INDEX IF NOT EXISTS arms_of_trial ON arms (candidate, counted);
 
 @dataclass(frozen=True)
 class Decided:
-    """What became of a version of the weights.
+    """A decision about a version of the weights.
 
     Attributes:
         number: Order of the decisions.
         at: Unix time, seconds.
-        kind: "trial": sessions are given to it from now on; "rollback": it serves again.
-        version: Which weights, by the updates that they have seen.
-        serving: Those that served until then.
-        step: Updates that had been made.
-        reset: Whether training went on from what serves, and what was trained since is left.
+        kind: "trial": it gets sessions from now on; "rollback": it serves again.
+        version: The version, by the updates that it has seen.
+        serving: The version that served until then.
+        step: Number of updates made.
+        reset: Whether training continued from the serving weights, dropping what was trained since.
         why: A sentence for people.
-        data: The numbers that it was decided by.
+        data: The numbers that decided it.
     """
 
     number: int
@@ -70,13 +70,13 @@ class Decided:
     data: dict[str, Any] = field(default_factory=dict)
 
     def shown(self) -> dict[str, Any]:
-        """As the control API gives it."""
+        """As the control API returns it."""
         names = ("at", "version", "serving", "step", "why")
         return {"decision": self.kind, **{n: getattr(self, n) for n in names}, **self.data}
 
 
 def numbers(proof: Decision | None) -> dict[str, Any]:
-    """What a comparison came to, without its sentence."""
+    """The numbers of a comparison, without its sentence."""
     return {} if proof is None else {name: getattr(proof, name) for name in _NUMBERS}
 
 
@@ -90,8 +90,8 @@ class Judgement:
 
 
 def promoted_versions(tables: Tables) -> list[int]:
-    """The versions that a rollback would go back through; the last one serves. None where nobody
-    ever learned."""
+    """The versions that rollbacks would return to, the serving one last. None if nothing was ever
+    learned."""
     if not tables.ask("SELECT 1 FROM sqlite_master WHERE name = 'decisions'"):
         return []
     found: list[int] = []
@@ -127,10 +127,10 @@ class Ledger:
         reset: bool = False,
         proof: Decision | None = None,
     ) -> None:
-        """Add a decision, which is on disk when this returns; as `Decided`.
+        """Add a decision, which is on disk when this returns; arguments as in `Decided`.
 
         Args:
-            proof: What it was decided by.
+            proof: The deciding comparison.
         """
         self._tables.change(
             "INSERT INTO decisions (at, kind, version, serving, step, reset, why, data) "
@@ -146,7 +146,7 @@ class Ledger:
         )
 
     def decisions(self) -> list[Decided]:
-        """All of them, in order."""
+        """All decisions, in order."""
         return [
             Decided(number, at, kind, version, serving, step, bool(reset), why, json.loads(data))
             for number, at, kind, version, serving, step, reset, why, data in self._tables.ask(
@@ -157,12 +157,12 @@ class Ledger:
 
     @property
     def line(self) -> list[int]:
-        """The versions that a rollback would go back through; the last one serves."""
+        """The versions that rollbacks would return to, the serving one last."""
         return promoted_versions(self._tables)
 
     @property
     def trial(self) -> int | None:
-        """The candidate that sessions are given to, or None."""
+        """The candidate that gets sessions, or None."""
         for one in reversed(self.decisions()):
             if one.kind == "trial":
                 return one.version
@@ -172,13 +172,13 @@ class Ledger:
 
     @property
     def reset_at(self) -> int:
-        """How many updates had been made when training last went on from what serves; or -1."""
+        """Number of updates made when training last continued from the serving weights; or -1."""
         return max((one.step for one in self.decisions() if one.reset), default=-1)
 
     # Arms
 
     def assign(self, session: str, candidate: int, arm: Arm) -> None:
-        """Remember which arm of a trial a session is in, for its life."""
+        """Remember which arm of a trial a session is in."""
         self._tables.change(
             "INSERT INTO arms (session, candidate, arm) VALUES (?, ?, ?)", session, candidate, arm
         )
@@ -198,8 +198,8 @@ class Ledger:
         return dict(rows)
 
     def count(self, found: Sequence[Judgement]) -> None:
-        """Remember what was counted, in this order; what a session's reward becomes later does not
-        change it."""
+        """Remember what was counted, in this order; later changes of a session's reward do not
+        affect it."""
         with self._tables.writing():
             (before,) = self._tables.ask("SELECT COALESCE(MAX(counted), 0) FROM arms")[0]
             for place, one in enumerate(found, before + 1):

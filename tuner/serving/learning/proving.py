@@ -1,13 +1,15 @@
-"""Whether a candidate is better than what serves: on the held-out tasks, and with live sessions.
+"""Whether a candidate is better than the serving weights: on held-out tasks, and with live
+sessions.
 
-Held-out tasks are tried with both: the same tasks and seeds. Of live sessions each new one gets an
-arm, and keeps it while the trial lasts:
+Held-out tasks run with both: the same tasks and seeds. Each new live session gets an arm, and keeps
+it while the trial lasts:
 
-    candidate   as many as `tuner.serving.canary` says, on an engine with the candidate's weights
+    candidate   the share `tuner.serving.canary`, on an engine with the candidate's weights
     serving     the others
 
 Only sessions that were opened during the trial are compared, by the reward that they have when they
-are first found ended and judged. The trial over, the candidate's sessions go on with what serves.
+are first found ended and judged. After the trial, the candidate's sessions continue with the
+serving weights.
 """
 
 from __future__ import annotations
@@ -43,11 +45,11 @@ from tuner.traces import Trace, TraceStore
 
 
 def comparison_of(rules: PromotionSection, *, share: float = 0.5) -> Comparison:
-    """A comparison of a candidate with what serves, without rewards yet.
+    """A comparison of a candidate with the serving weights, without rewards yet.
 
     Args:
-        rules: What a proof is.
-        share: Of the sessions, that are the candidate's.
+        rules: Definition of a proof.
+        share: The candidate's share of the sessions.
     """
     low, high = rules.reward_range
     return Comparison(
@@ -64,13 +66,14 @@ def comparison_of(rules: PromotionSection, *, share: float = 0.5) -> Comparison:
 
 @dataclass(frozen=True)
 class Pairs:
-    """What serves and a candidate on the same tasks.
+    """The serving weights and a candidate on the same tasks.
 
     Attributes:
-        rewards: Of each task, by evaluation set and in order, the mean reward of what serves and of
-            the candidate; only tasks of which no rollout failed.
-        failed: Tasks left out because a rollout of what serves failed, or of the candidate.
-        metrics: The candidate's, as an evaluation of a run has them.
+        rewards: For each task, by evaluation set and in order, the mean reward of the serving
+            weights and of the candidate; only tasks without a failed rollout.
+        failed: Number of tasks dropped because a rollout of the serving weights failed, or of the
+            candidate.
+        metrics: The candidate's, as in an evaluation of a run.
     """
 
     rewards: Sequence[tuple[float, float]]
@@ -78,10 +81,10 @@ class Pairs:
     metrics: Mapping[str, float]
 
     def decision(self, rules: PromotionSection) -> Decision:
-        """What they prove. A candidate with which more tasks fail is not promoted whatever its
+        """The verdict. A candidate with which more tasks fail is not promoted whatever its
         rewards on the others are: a failure has no reward that could count against it."""
         comparison = comparison_of(rules)
-        # The order of the rows may say how hard they are.
+        # The order of the rows may correlate with their difficulty.
         for serving, candidate in random.Random(len(self.rewards)).sample(
             list(self.rewards), len(self.rewards)
         ):
@@ -98,9 +101,9 @@ class HeldOut:
 
     Args:
         config: The effective configuration.
-        stack: Has a workflow, whose runner generates with what serves.
+        stack: Has a workflow, whose runner generates with the serving weights.
         tasks: Rows of each evaluation set, by name.
-        directory: Where traces go.
+        directory: The directory for traces.
     """
 
     def __init__(
@@ -151,7 +154,8 @@ class HeldOut:
         return Pairs(pairs, failed, metrics)
 
     def forget(self, versions: Iterable[int]) -> None:
-        """Weights of these numbers are new or gone, or what was tried was not theirs alone."""
+        """Drop results of versions whose weights changed or were deleted, or were mixed with
+        others."""
         for version in versions:
             for name in self._tasks:
                 self._store.path(name, version).unlink(missing_ok=True)
@@ -175,7 +179,7 @@ class HeldOut:
 
 
 def _by_task(traces: Sequence[Trace]) -> dict[int, float | None]:
-    """Of each task the mean reward of its rollouts; None where one of them has none."""
+    """The mean reward of each task's rollouts; None if one of them has none."""
     rewards: dict[int, list[float | None]] = {}
     for trace in traces:
         if trace.final:
@@ -187,14 +191,14 @@ def _by_task(traces: Sequence[Trace]) -> dict[int, float | None]:
 
 
 class Canary:
-    """The trial that goes on, if one does.
+    """The current trial, if there is one.
 
     Args:
-        ledger, store: Of the server.
-        versions: Puts the candidate's weights where they are used.
-        service: What serves.
-        rules: What a proof is.
-        share: Of new sessions, that the candidate gets.
+        ledger, store: The server's.
+        versions: Loads the candidate's weights.
+        service: The serving engine and settings.
+        rules: Definition of a proof.
+        share: The candidate's share of new sessions.
     """
 
     def __init__(
@@ -220,7 +224,7 @@ class Canary:
         self.candidate: int | None = None
 
     async def begin(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Let a version have its share; what was counted of its trial before counts."""
+        """Start the trial of a version, or resume it with the counts of before."""
         engine = await self._versions.try_out(version, tensors)
         self._tried = self._tried or replace(self._service, engine=engine)
         self._live = comparison_of(self._rules, share=self._share)
@@ -229,7 +233,7 @@ class Canary:
         self.candidate = version
 
     def end(self) -> None:
-        """Let the candidate's sessions go on with what serves."""
+        """Let the candidate's sessions continue with the serving weights."""
         self._live = self.candidate = None
         for session in self._given.values():
             session.service = self._service
@@ -237,10 +241,10 @@ class Canary:
         self._unsaid.clear()
 
     def placed(self, session: Session, *, new: bool) -> None:
-        """Give a session its arm, before its first call or when it is made again.
+        """Give a session its arm, before its first call or when it is restored.
 
         Args:
-            new: Whether it has no call yet; one that began before the trial is in no arm.
+            new: Whether it has no call yet; a session that began before the trial has no arm.
         """
         found = self._ledger.arm(session.id)
         if found is None and new and self.candidate is not None:
@@ -252,13 +256,13 @@ class Canary:
             self._given[session.id] = session
 
     def noted(self, session_id: str) -> None:
-        """A call of a session is in the store; with its first one its arm is, too."""
+        """A call of a session was stored; with its first call its arm is, too."""
         found = self._unsaid.pop(session_id, None)
         if found is not None and found[0] == self.candidate:
             self._ledger.assign(session_id, *found)
 
     def look(self) -> Decision | None:
-        """Count what was judged since, once each; what it comes to, if anything was."""
+        """Count newly judged sessions, once each; returns the verdict if there were any."""
         if self._live is None or self.candidate is None:
             return None
         found = self._judged(self.candidate)
@@ -271,7 +275,7 @@ class Canary:
 
     @property
     def decision(self) -> Decision | None:
-        """What was counted comes to, if there is a trial."""
+        """The verdict of what was counted, if there is a trial."""
         return None if self._live is None else self._live.decision()
 
     def _judged(self, candidate: int) -> list[Judgement]:
@@ -287,6 +291,6 @@ class Canary:
 
 
 def _place(session_id: str) -> float:
-    """A number in [0, 1) that a session's id stands for, spread evenly."""
+    """A number in [0, 1) from a session's id, evenly distributed."""
     digest = hashlib.blake2b(session_id.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64

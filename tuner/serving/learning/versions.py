@@ -1,8 +1,8 @@
-"""The weights of a server that learns, each by the number of updates that they have seen.
+"""The weights of a learning server, each version by the number of updates that it has seen.
 
-There are up to three at a time: the trainer's, those that serve, and those of a candidate that some
-sessions are given to. The last two are copies that change between two tokens. Every version that
-serves, or served, is a checkpoint of the run directory; version 0 is one too.
+There are up to three at a time: the trainer's, the serving ones, and those of a candidate that some
+sessions use. The last two are copies that change between two tokens. Every version that serves, or
+served, is a checkpoint of the run directory; version 0 is one too.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from tuner.traces.store import stored_form
 from tuner.training.trainer import PolicyTrainer
 
 LEARNED = "learned.json"
-"""Of a checkpoint: which sessions its update took, and its metrics."""
+"""File of a checkpoint with the sessions of its update, and its metrics."""
 
 
 @dataclass(frozen=True)
 class Learned:
-    """What an update left beside its weights."""
+    """The record of an update next to its weights."""
 
     sessions: tuple[str, ...] = ()
     metrics: Mapping[str, float] | None = None
@@ -44,13 +44,13 @@ _LEARNED = JsonReader[dict[str, Any]](stored_form(Learned), "what an update left
 
 
 class Versions:
-    """Puts weights where they are used.
+    """Loads versions of the weights where they are used.
 
     Args:
         config: The effective configuration.
-        stack: Its engine generates with a copy of its own (`stack.served`).
+        stack: Its engine generates with a copy of the weights (`stack.served`).
         trainer: Trains `stack.model`.
-        directory: Where the checkpoints are.
+        directory: The run directory with the checkpoints.
     """
 
     def __init__(
@@ -74,14 +74,15 @@ class Versions:
         return self._stack.engine.version
 
     def save(self, learned: Learned, *, spared: Collection[int]) -> set[int]:
-        """Write the checkpoint of the trainer's weights, and delete those that nobody needs.
+        """Write the checkpoint of the trainer's weights, and delete those that are no longer
+        needed.
 
         Args:
-            learned: What goes beside them; the moment in which all of it is on disk is one.
+            learned: Record of the update; it becomes visible at the same moment as the weights.
             spared: Versions that are kept.
 
         Returns:
-            The versions that are gone.
+            The deleted versions.
         """
         step = self._trainer.step
 
@@ -99,7 +100,7 @@ class Versions:
         return gone
 
     def learned(self, version: int) -> Learned:
-        """What the update to a version left beside its weights; nothing where a run made it.
+        """The record of the update to a version; empty if a run made it.
 
         Raises:
             TunerError: It is damaged.
@@ -111,15 +112,12 @@ class Versions:
         return Learned(tuple(found["sessions"]), found["metrics"])
 
     def check(self, version: int) -> None:
-        """
-        Raises:
-            TunerError: The checkpoint of a version that must serve is missing or damaged.
-        """
+        """Raise TunerError if the checkpoint of a version that must serve is missing or damaged."""
         folder = self._directory.checkpoint(version)
         if not folder.is_dir() or (found := damage(folder)):
             what = "is missing" if not folder.is_dir() else f"is damaged ({found})"
             raise TunerError(
-                f"{folder} {what}, and it is what serves: put it back from a copy, or give the "
+                f"{folder} {what}, but its weights serve: restore it from a copy, or give the "
                 "server another `name`"
             )
 
@@ -144,12 +142,12 @@ class Versions:
         return dict(model.named_parameters())
 
     async def serve(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Let all sessions go on with a version, between two tokens."""
+        """Let all sessions continue with a version, between two tokens."""
         await self._publish(self._stack.engine, self._served, version, tensors)
 
     async def try_out(self, version: int, tensors: Mapping[str, Tensor]) -> TrainingEngine:
-        """Let the sessions that are given to a candidate go on with a version, on this engine,
-        which is always the same one."""
+        """Let the candidate's sessions continue with a version, on the returned engine, which is
+        always the same."""
         if self._canary is None or self._canary_engine is None:
             self._canary = ServedCopy(self._stack.model)
             self._canary_engine = self._engine(self._canary.model)
@@ -168,7 +166,7 @@ class Versions:
             await engine.update_weights(version)
 
     async def own(self) -> TrainingEngine:
-        """An engine over the trainer's weights as they are; nobody may train while it is used."""
+        """An engine over the trainer's current weights; no training while it is used."""
         if self._own_engine is None:
             self._own_engine = self._engine(self._stack.model)
         await self._own_engine.update_weights(self._trainer.step)
@@ -187,10 +185,11 @@ class Versions:
         return engine
 
     def train_from(self, version: int, tensors: Mapping[str, Tensor], *, step: int) -> None:
-        """Let training go on from a version, with the optimizer's state of then; in any thread.
+        """Let training continue from a version, with the optimizer's state at that time; in any
+        thread.
 
         Args:
-            step: Updates that were made in all, so that no two versions have one number.
+            step: Total number of updates, so that no two versions have the same number.
         """
         take_over(self._stack.model, tensors, self._names)
         self._trainer.load(self._directory.checkpoint(version) / TRAINER_STATE)
@@ -199,7 +198,7 @@ class Versions:
         self._in_trainer = version
 
     def changing(self) -> None:
-        """The trainer's weights are about to become those of no checkpoint."""
+        """The trainer's weights are about to change to those of no checkpoint."""
         self._in_trainer = None
 
     async def aclose(self) -> None:
@@ -217,7 +216,7 @@ def take_over(model: nn.Module, tensors: Mapping[str, Tensor], names: Sequence[s
 
 
 def _in_model(name: str) -> str:
-    """The name that a weight of an adapter has in the model, from the one that peft stores."""
+    """The name in the model of an adapter's weight, from the one that peft stores."""
     inner = name.removeprefix("base_model.model.")
     inner = re.sub(r"(lora_[AB])\.weight$", r"\1.default.weight", inner)
     return re.sub(r"(lora_embedding_[AB])$", r"\1.default", inner)

@@ -1,7 +1,5 @@
-"""Looking at a run: a page that follows it, the same page as a file, traces judged anew."""
+"""Looking at a run: a page that follows it, and the same page as a file."""
 
-from tuner.tools.viewer.page import write_report
-from tuner.tools.viewer.reader import RunReader
-from tuner.tools.viewer.replay import replay
+from tuner.tools.viewer.page import RunReader, write_report
 
-__all__ = ["RunReader", "replay", "write_report"]
+__all__ = ["RunReader", "write_report"]

@@ -1,38 +1,526 @@
-"""What can be asked of the traces of a run without reading them: a database beside them.
+"""Index of a run's traces: a database beside them that answers the page without reading them.
 
 Each line of a file of traces is read once, when it is complete, and leaves a row, its texts, and
-what it adds to the tables. Where the database does not fit the files it is made anew.
+its part of the sums. The database is a cache: where it does not fit the files it is rebuilt.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import secrets
+import sqlite3
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, fields
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from tuner.errors import TunerError
+from tuner.runs.directory import METRICS
 from tuner.tasks.datasets import row_text
-from tuner.tools.viewer.database import COLUMNS, SUMS, TEXTS, Database
-from tuner.tools.viewer.facts import (
-    SEARCHED,
-    SHOWN,
-    TraceRow,
-    answered,
-    asked,
-    clean,
-    folded,
-    given_back,
-    row,
-    tallies,
-)
-from tuner.tools.viewer.follow import NO_MESSAGES, LineFollower, branch_rows
-from tuner.traces.reading import InvalidRecord
-from tuner.traces.store import STORED
+from tuner.traces import Origin, branches
+from tuner.traces.reading import InvalidRecord, open_file
+from tuner.traces.store import STORED, is_one_path, trace_from_json
+
+Json = dict[str, Any]
+
+# What a list shows of a text or an error, and what a search looks through; the trace has all of it.
+SHOWN = 160
+SEARCHED = 2000
+# A task's fields that say what is asked, which a list shows before the others.
+ASKING = ("question", "prompt", "problem", "instruction", "query", "input", "task", "messages")
+# How frameworks begin a tool's result when the tool failed.
+FAILED = ("error", "an error occurred", "traceback (most recent call last)", "exception:")
+UNREADABLE = "(unreadable call)"
+
+
+@dataclass(frozen=True)
+class TraceRow:
+    """A trace as a list shows it, and the place of its line.
+
+    `one_path` is True where it has no branches for certain. A rollout that begins `within` another
+    one of its group does so after `at_call` calls and `at_token` tokens of the next. Traces of the
+    same task share the number `same`.
+    """
+
+    file: str
+    offset: int
+    size: int
+    split: str
+    step: int
+    task: int
+    rollout: int
+    attempt: int
+    final: bool
+    outcome: str
+    reward: float | None
+    calls: int
+    tokens: int
+    error: str | None
+    one_path: bool
+    within: int | None = None
+    at_call: int = 0
+    at_token: int = 0
+    diverged: str | None = None
+    asked: str = ""
+    answered: str = ""
+    same: int = 0
+
+    @property
+    def key(self) -> str:
+        """Names the trace in links: `<file>:<offset>`."""
+        return f"{self.file}:{self.offset}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def row(file: str, offset: int, size: int, trace: Json) -> TraceRow:
+    """A stored trace as a list shows it; the texts are to be had from `asked` and `answered`."""
+    error, reward = trace["error"], trace["reward"]
+    return TraceRow(
+        file=file,
+        offset=offset,
+        size=size,
+        split=clean(trace["id"]["split"]),
+        step=int(trace["id"]["step"]),
+        task=int(trace["id"]["task"]),
+        rollout=int(trace["id"]["rollout"]),
+        attempt=int(trace["attempt"]),
+        final=bool(trace["final"]),
+        outcome=clean(trace["outcome"]),
+        reward=None if reward is None else float(reward),
+        calls=len(trace["calls"]),
+        tokens=sum(map(sampled, trace["calls"])),
+        error=None if error is None else clean(error[:SHOWN]),
+        one_path=is_one_path(trace),
+        **_begins(trace.get("origin")),
+    )
+
+
+def _begins(stored: Json | None) -> Json:
+    if stored is None:
+        return {}
+    origin = Origin(**stored)
+    call, token = origin.position
+    return {
+        "within": int(stored["rollout"]["rollout"]),
+        "at_call": call,
+        "at_token": token,
+        "diverged": None if origin.diverged is None else clean(origin.diverged[:SHOWN]),
+    }
+
+
+def sampled(call: Json) -> int:
+    """The tokens of an answer but for those that another rollout sampled; of a model elsewhere,
+    which gives no ids, those that it bills."""
+    billed = call.get("billed")
+    if billed is not None:
+        return int(billed["output_tokens"])
+    return len(call["completion_ids"]) - int(call.get("replayed", 0))
+
+
+def given_back(call: Json) -> bool:
+    """True of a stored call that another rollout sampled, which counts it."""
+    return 0 < int(call.get("replayed", 0)) == len(call["completion_ids"])
+
+
+def asked(task: Json) -> str:
+    """The task as text: what is asked first, then its other fields."""
+    order = {name: place for place, name in enumerate(ASKING)}
+    names = sorted(task, key=lambda name: order.get(name, len(order)))
+    return " · ".join(_text(task[name]) for name in names if task[name] not in (None, ""))
+
+
+def answered(trace: Json) -> str:
+    """The workflow's response as text, or where it gave none the last answer of the model."""
+    if trace["response"]:
+        return str(trace["response"])
+    *_, last = ({}, *(call["response"] for call in _calls(trace)))
+    return _text(last.get("content") or "")
+
+
+def clean(text: str) -> str:
+    """Without halves of pairs of UTF-16, which JSON can spell and a database cannot keep."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def folded(text: str) -> bytes:
+    """One line in small letters, as UTF-8: what is searched, and what is searched for."""
+    return " ".join(text.split()).casefold().encode("utf-8", "replace")
+
+
+@dataclass
+class Tally:
+    """Sums of a table's row: over a tool's or a role's calls, or over rollouts.
+
+    `failures` are failed results of a tool, or a role's calls that were cut at the limit of tokens;
+    `timed` and `rewarded` count those with known seconds, and with a reward.
+    """
+
+    n: int = 0
+    failures: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    timed: int = 0
+    reward: float = 0.0
+    rewarded: int = 0
+
+    def add(
+        self, *, failed: bool = False, tokens: int = 0, seconds: float | None, reward: float | None
+    ) -> None:
+        self.n += 1
+        self.failures += failed
+        self.tokens += tokens
+        self.timed += seconds is not None
+        self.seconds += seconds or 0.0
+        self.rewarded += reward is not None
+        self.reward += reward or 0.0
+
+    def values(self) -> tuple[float, ...]:
+        return astuple(self)
+
+
+def tallies(trace: Json) -> dict[tuple[str, str], Tally]:
+    """Sums that a final attempt adds to, by ("outcome" | "tool" | "role", name).
+
+    A call has its own reward or its rollout's; calls without a role are those of "". What another
+    rollout sampled adds nothing: it counts there.
+    """
+    found: dict[tuple[str, str], Tally] = defaultdict(Tally)
+    reward, seconds = trace["reward"], trace["seconds"]
+    tokens = 0
+    for call in trace["calls"]:
+        if given_back(call):
+            continue
+        own = call.get("reward")
+        new = sampled(call)
+        tokens += new
+        found["role", clean(call.get("role") or "")].add(
+            failed=call["finish_reason"] == "length",
+            tokens=new,
+            seconds=call["seconds"],
+            reward=reward if own is None else own,
+        )
+    for name, failed, took in tool_uses(trace):
+        found["tool", clean(name)].add(failed=failed, seconds=took, reward=reward)
+    took = seconds["workflow"] + seconds.get("judge", 0.0) if "workflow" in seconds else None
+    found["outcome", clean(trace["outcome"])].add(tokens=tokens, seconds=took, reward=reward)
+    return found
+
+
+def tool_uses(trace: Json) -> Iterator[tuple[str, bool, float | None]]:
+    """(name, whether it failed, seconds) of each tool call of a stored trace.
+
+    A tool failed where the text of its result begins as errors do in agent frameworks, or is a JSON
+    object with an `error`. It took from the answer that calls it to the request that brings its
+    result, the agent's own work included; None where no request did. Those of answers that another
+    rollout sampled are left out.
+    """
+    pending: dict[str, tuple[str, float]] = {}
+    for call in _calls(trace):
+        for message in call["messages"]:
+            key = message.get("tool_call_id") if isinstance(message, dict) else None
+            if key in pending:
+                name, ended = pending.pop(key)
+                yield name, _failed(_text(message.get("content"))), call["started"] - ended
+        if given_back(call):
+            continue
+        for number, tool in enumerate(call["response"].get("tool_calls") or ()):
+            made = tool.get("id") or f"{call['id']}/{number}"
+            pending[made] = (str(tool["function"]["name"]), call["started"] + call["seconds"])
+        for _ in range(call.get("malformed_tool_calls", 0)):
+            yield UNREADABLE, True, None
+    for name, _ in pending.values():
+        yield name, False, None
+
+
+def _failed(result: str) -> bool:
+    start = result.lstrip()
+    if start.startswith("{"):
+        try:
+            return bool(json.loads(start).get("error"))
+        except ValueError:
+            return False
+    return start[:40].lower().startswith(FAILED)
+
+
+def _calls(trace: Json) -> Iterator[dict[str, Any]]:
+    """The calls with their answers, and the messages that are not an earlier call's, as objects."""
+    messages: Sequence[Any] | None = trace["distinct"]["messages"] if "format" in trace else None
+    for call in trace["calls"]:
+        if messages is None:
+            yield call
+            continue
+        fresh = [messages[number] for number in call["messages"][2]]
+        yield {**call, "messages": fresh, "response": messages[call["response"]]}
+
+
+def _text(value: Any) -> str:
+    """A value as people read it: of messages and parts of content what they say."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(item, dict) for item in value):
+        said = [item.get("content", item.get("text")) for item in value]
+        return " ".join(_text(part) for part in said if part is not None)
+    return json.dumps(value, ensure_ascii=False)
+
+
+NAME = ".traces.sqlite"
+VERSION = 3
+BUSY_SECONDS = 10.0
+
+TEXTS = ("asked", "answered", "same")
+COLUMNS = tuple(field.name for field in fields(TraceRow) if field.name not in TEXTS)
+SUMS = tuple(field.name for field in fields(Tally))
+_SCHEMA = f"""
+CREATE TABLE born (token TEXT);
+CREATE TABLE files (name TEXT PRIMARY KEY, offset INTEGER, tail BLOB, stamp TEXT) WITHOUT ROWID;
+CREATE TABLE problems (text TEXT);
+CREATE TABLE texts (id INTEGER PRIMARY KEY, hash BLOB UNIQUE, shown TEXT, folded BLOB);
+CREATE TABLE traces (
+    id INTEGER PRIMARY KEY, {", ".join(COLUMNS)}, asked INTEGER, answered INTEGER, counted INTEGER
+);
+CREATE INDEX of_task ON traces (asked, split, step);
+CREATE INDEX of_group ON traces (split, step, task);
+CREATE INDEX to_count ON traces (id) WHERE NOT counted;
+CREATE TABLE branches (cause TEXT, trace INTEGER, PRIMARY KEY (cause, trace)) WITHOUT ROWID;
+CREATE TABLE tallies (
+    kind TEXT, name TEXT, split TEXT, step INTEGER, {", ".join(SUMS)},
+    PRIMARY KEY (kind, name, split, step)
+) WITHOUT ROWID;
+CREATE TABLE tasks (
+    split TEXT, asked INTEGER, step INTEGER, n INTEGER, reward REAL, stratum TEXT,
+    PRIMARY KEY (split, asked, step)
+) WITHOUT ROWID;
+PRAGMA user_version = {VERSION};
+"""
+# A cache may be lost with the machine, and come with a run from somebody else. The tables are those
+# that `fill` fills.
+_SETTINGS = """
+PRAGMA trusted_schema = OFF;
+PRAGMA synchronous = OFF;
+PRAGMA cache_size = -65536;
+CREATE TEMP TABLE hit (id INTEGER PRIMARY KEY);
+CREATE TEMP TABLE change (asked INTEGER, split, by, PRIMARY KEY (asked, split)) WITHOUT ROWID;
+"""
+
+
+class Database:
+    """The tables of the index of traces; rebuilt where the existing ones do not fit.
+
+    A kept database that cannot be opened or written is given up for a temporary one.
+
+    Attributes:
+        folder: Where the files of traces are.
+        field: The field of tasks by whose values they are drawn, or None.
+    """
+
+    def __init__(self, folder: Path, *, keep: bool = False, field: str | None = None) -> None:
+        """
+        Args:
+            folder: Where the files of traces are.
+            keep: Keep the database in a hidden file of the folder, for the next time.
+            field: The field of tasks by whose values they are drawn, where there is one.
+        """
+        self.folder, self.field = folder, field
+        self._connection = self._open(str(folder / NAME) if keep else "")
+
+    def _open(self, name: str) -> sqlite3.Connection:
+        """A database of this version; a temporary one, which is what "" names, if need be."""
+        self._name = name
+        self._filled: dict[str, tuple[str, tuple[Any, ...], str]] = {}
+        connection: sqlite3.Connection | None = None
+        try:
+            connection = sqlite3.connect(
+                name, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
+            )
+            connection.executescript(_SETTINGS)
+            connection.execute("BEGIN IMMEDIATE")
+            if connection.execute("PRAGMA user_version").fetchone() != (VERSION,):
+                _make(connection)
+            connection.execute("COMMIT")
+        except sqlite3.DatabaseError as error:
+            if connection is not None:
+                connection.close()
+            if not name:
+                raise
+            if isinstance(error, sqlite3.OperationalError):  # no place to write, or in use
+                return self._open("")
+            Path(name).unlink()  # damaged
+            return self._open(name)
+        return connection
+
+    def close(self) -> None:
+        self._connection.close()
+
+    @property
+    def total(self) -> int:
+        """How many traces there are."""
+        return int(self.ask("SELECT COALESCE(MAX(id), 0) FROM traces")[0][0])
+
+    @property
+    def state(self) -> str:
+        """Another text when other traces are listed."""
+        ((token,),) = self.ask("SELECT token FROM born")
+        return f"{token}.{self.total}"
+
+    def ask(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """The rows that a query of the database gives."""
+        try:
+            return self._connection.execute(query, values).fetchall()
+        except sqlite3.DatabaseError as error:
+            raise TunerError(
+                f"{self._name or 'the temporary index of traces'} cannot be read ({error}); delete "
+                "it and start again: it is made anew from the traces"
+            ) from error
+
+    def fill(self, table: str, query: str, values: Sequence[Any] = ()) -> None:
+        """Let a table of what is looked up for one question, `hit` or `change`, hold a query's."""
+        what = query, tuple(values), self.state
+        if self._filled.get(table) == what:
+            return
+        self._connection.execute(f"DELETE FROM {table}")
+        self._connection.execute(f"INSERT INTO {table} {query}", values)
+        self._filled[table] = what
+
+    def insert(self, table: str, *values: Any) -> int:
+        """Add a row; returns its number."""
+        marks = ", ".join("?" * len(values))
+        number = self.execute(f"INSERT INTO {table} VALUES ({marks})", *values).lastrowid
+        return number or 0
+
+    def execute(self, statement: str, *values: Any) -> sqlite3.Cursor:
+        """Change something; inside of `write`."""
+        return self._connection.execute(statement, values)
+
+    def begin_anew(self) -> None:
+        """Empty tables; inside of `write`."""
+        _make(self._connection)
+
+    def write(self, work: Callable[[], bool]) -> bool:
+        """Run `work` as one transaction, and return its result.
+
+        A kept database that cannot be written is given up for a temporary one: it is a cache. Then
+        nothing is done, and the answer is False.
+        """
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            done = work()
+            self._connection.execute("COMMIT")
+            return done
+        except BaseException as error:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            if not isinstance(error, sqlite3.OperationalError):
+                raise
+            if not self._name:
+                raise TunerError(
+                    f"the index of the traces in {self.folder} cannot be written ({error}); make "
+                    "room there, or in the folder for temporary files"
+                ) from error
+            self._connection.close()
+            self._connection = self._open("")
+            return False
+
+
+def _make(connection: sqlite3.Connection) -> None:
+    """Empty tables, in place of those there are."""
+    for (table,) in connection.execute(
+        "SELECT name FROM sqlite_master WHERE type = 'table'"
+    ).fetchall():
+        connection.execute(f"DROP TABLE {table}")
+    for statement in _SCHEMA.strip().rstrip(";").split(";"):
+        connection.execute(statement)
+    connection.execute("INSERT INTO born VALUES (?)", (secrets.token_hex(8),))
+
+
+# What messages raise that have other parts than their forms say; these are the agents' own.
+NO_MESSAGES = (ValueError, LookupError, TypeError, AttributeError)
+# How much of the last line that was read a file must still have to be the same file.
+TAIL = 256
+
+
+class LineFollower:
+    """The complete lines of a growing file. A torn last line is left until it is complete.
+
+    A file is the one that was read before while it has the end of what was read (`tail`, up to
+    `offset`); so a copy of it is, and one that was rewritten under its name is not.
+    """
+
+    def __init__(self, path: Path, offset: int = 0, tail: bytes = b"") -> None:
+        self.path = path
+        self.offset = offset
+        self.tail = tail
+
+    def replaced(self) -> bool:
+        """True where the file is no longer the one that was read; then starts over."""
+        try:
+            with open_file(self.path) as file:
+                file.seek(self.offset - len(self.tail))
+                changed = file.read(len(self.tail)) != self.tail
+        except FileNotFoundError:
+            changed = self.offset > 0
+        if changed:
+            self.offset, self.tail = 0, b""
+        return changed
+
+    def new_lines(self) -> Iterator[tuple[int, bytes]]:
+        """(byte offset, line) of each line that was completed since it was last asked."""
+        try:
+            file = open_file(self.path)
+        except FileNotFoundError:
+            return
+        with file:
+            file.seek(self.offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                start = self.offset
+                self.offset += len(line)
+                self.tail = line[-TAIL:]
+                yield start, line
+
+
+class MetricsFollower:
+    """The rows of a `metrics.jsonl`; `generation` goes up when a resumed run rewrote the file.
+
+    Lines that are no row are in `problems`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = LineFollower(path)
+        self.rows: list[dict[str, Any]] = []
+        self.generation = 0
+        self.problems: list[str] = []
+
+    def refresh(self) -> None:
+        """Read what is new."""
+        if self._file.replaced():
+            self.rows, self.problems = [], []
+            self.generation += 1
+        for start, line in self._file.new_lines():
+            try:
+                self.rows.append(METRICS.parse(line))
+            except InvalidRecord as error:
+                name = self._file.path.name
+                self.problems.append(f"{name}, byte {start}: not {METRICS.what}: {error}")
+
+
+def branch_rows(trace: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """The branches of a stored trace: `call`, `cause`, and the `earlier` call or None."""
+    try:
+        found = branches(trace_from_json(trace).calls)
+    except NO_MESSAGES as error:
+        raise TunerError(f"{name} is no trace that this version knows: {error!r}") from error
+    return [
+        {"call": branch.call, "cause": branch.cause.value, "earlier": branch.earlier}
+        for branch in found
+    ]
+
 
 FILES = "*step_*.jsonl"
 _ADD = f"""
@@ -55,7 +543,7 @@ class TraceIndex(Database):
 
     @property
     def counted(self) -> int:
-        """Of how many the branches are known."""
+        """Traces whose branches are known."""
         return self.total - int(self.ask("SELECT COUNT(*) FROM traces WHERE NOT counted")[0][0])
 
     @property
@@ -77,11 +565,7 @@ class TraceIndex(Database):
         return [by_number[number] for number in numbers]
 
     def read(self, file: str, offset: int) -> dict[str, Any]:
-        """The trace whose line starts at byte `offset` of `file`, as it was stored.
-
-        Raises:
-            TunerError: The folder has no such file, or no trace begins there.
-        """
+        """The trace whose line starts at byte `offset` of `file`, as it was stored."""
         path = self.folder / file
         if path.name != file or not path.match(FILES) or not path.is_file():
             raise TunerError(f"there is no file {file!r} among the traces of this run")
@@ -217,16 +701,11 @@ class TraceIndex(Database):
 
 
 def identity(text: str) -> bytes:
-    """What tells a text from others."""
     return blake2b(text.encode("utf-8", "replace"), digest_size=16).digest()
 
 
 def causes(traces: TraceIndex, file: str, offset: int) -> Counter[str]:
-    """How many branches of each cause a trace has, of the calls that are its own; reads it.
-
-    Raises:
-        TunerError: It cannot be read any more, or is none that this version knows.
-    """
+    """How many branches of each cause a trace has, of the calls that are its own; reads it."""
     trace = traces.read(file, offset)
     found = branch_rows(trace, f"{file}:{offset}")
     return Counter(one["cause"] for one in found if not given_back(trace["calls"][one["call"]]))

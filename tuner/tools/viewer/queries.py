@@ -1,4 +1,4 @@
-"""What the page asks of the index: which traces, in which order, and what they add up to."""
+"""Queries of the page: which traces, in which order, and their sums."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tuner.errors import TunerError
-from tuner.tools.viewer.database import SUMS
-from tuner.tools.viewer.facts import Json, TraceRow, folded
-from tuner.tools.viewer.index import TraceIndex
+from tuner.tools.viewer.index import SUMS, Json, TraceIndex, TraceRow, folded
 from tuner.traces import RolloutId
 from tuner.training.forks import Point, point_values, resolved, trunk_of
 
@@ -77,7 +75,7 @@ class Wanted:
     order: str = ""
 
     def condition(self, traces: TraceIndex) -> tuple[str, list[Any]]:
-        """As SQL of an index, with the values of its marks."""
+        """The condition in SQL, with the values of its marks."""
         parts: list[tuple[str, list[Any]]] = []
         if self.split:
             parts.append(("traces.split = ?", [self.split]))
@@ -114,17 +112,7 @@ class Wanted:
 
 
 def find(traces: TraceIndex, wanted: Wanted, first: int = 0, most: int | None = None) -> list[int]:
-    """The numbers of the traces that are wanted, in their order.
-
-    Args:
-        traces: Of a run.
-        wanted: Which.
-        first: How many to pass over.
-        most: How many to give at most; None gives all.
-
-    Raises:
-        TunerError: The order has no such name.
-    """
+    """The numbers of the traces that are wanted, in their order, from the place `first` on."""
     if wanted.order not in _ORDERS:
         names = ", ".join(name for name in _ORDERS if name)
         raise TunerError(f"order is {wanted.order!r}: it must be one of {names}, or empty")
@@ -150,10 +138,7 @@ def count(traces: TraceIndex, wanted: Wanted) -> int:
 
 
 def changes(traces: TraceIndex) -> dict[tuple[str, int], float]:
-    """By how much the mean reward of a task changed from its first step to its last.
-
-    By split and the `same` of its traces.
-    """
+    """Change of tasks' mean reward from first step to last, by split and `same`."""
     return {(split, same): by for same, split, by in traces.ask(_CHANGES)}
 
 
@@ -164,13 +149,7 @@ def number_of(traces: TraceIndex, file: str, offset: int) -> int | None:
 
 
 def same_task(traces: TraceIndex, split: str, identity: bytes) -> list[TraceRow]:
-    """Final attempts at one task in the order of steps, the middle left out if there are many.
-
-    Args:
-        traces: Of a run.
-        split: Whose tasks are looked at.
-        identity: Of the task: what `RunReader.task_of` gives, of this run or another.
-    """
+    """Final attempts at a task, by step; of many the middle is left out."""
     found = traces.ask(
         "SELECT id FROM traces WHERE asked = (SELECT id FROM texts WHERE hash = ?) "
         "AND split = ? AND final ORDER BY step, id",
@@ -192,7 +171,7 @@ def tree(traces: TraceIndex, rollout: RolloutId) -> Json | None:
     Returns:
         `trunk`, the rollout that starts at the beginning; `ends`, the rows of all, whose `within`,
         `at_call` and `at_token` say who sampled what lies before; `forks`, the points with the
-        `mean` reward of the `ends` that go on from there, None and 0 where none has a reward.
+        `mean` reward of the `ends` that continue from there, None and 0 where none has a reward.
         None where nothing begins inside the rollout and it inside nothing.
     """
     found = traces.ask(
@@ -226,7 +205,7 @@ def tree(traces: TraceIndex, rollout: RolloutId) -> Json | None:
 
 
 def summary(traces: TraceIndex) -> dict[str, Any]:
-    """What there is to choose from, what the traces add up to, and how that changed.
+    """Names to choose from, sums over the traces, and how they changed.
 
     Returns:
         `splits`, `steps`, `outcomes`, `causes`: names that traces have.

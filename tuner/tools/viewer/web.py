@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from tuner.errors import TunerError
 from tuner.runs.estimates import check_is_run, differing_settings, find_runs, is_run, read_run
-from tuner.tools.viewer.page import page
+from tuner.tools.viewer.page import RunReader, page, to_json
 from tuner.tools.viewer.queries import (
     Wanted,
     changes,
@@ -28,7 +28,6 @@ from tuner.tools.viewer.queries import (
     summary,
     tasks_over_time,
 )
-from tuner.tools.viewer.reader import RunReader, to_json
 
 # Rows of one answer: more than a screen shows of a list.
 ROWS = 200
@@ -47,20 +46,9 @@ Answer = Callable[[QueryParams], dict[str, Any]]
 
 
 class Runs:
-    """The runs that a page may choose from, each opened when it is asked for.
-
-    Attributes:
-        first: The name of the one that is shown first.
-    """
+    """The runs of a folder, or beside a run; each is opened when it is asked for."""
 
     def __init__(self, path: Path) -> None:
-        """
-        Args:
-            path: A run, which is shown beside those of its folder, or a folder that holds runs.
-
-        Raises:
-            TunerError: It is neither.
-        """
         path = path.resolve()
         self._folder = path.parent if is_run(path) else path
         self._depth = 1 if is_run(path) else 2
@@ -71,7 +59,7 @@ class Runs:
         self.first = path.name if is_run(path) else names[0]
 
     def names(self) -> list[str]:
-        """By folder; the runs may have become more."""
+        """Names by folder, looked up again: there may be new runs."""
         self._paths = {
             path.relative_to(self._folder).as_posix(): path
             for path in find_runs(self._folder, depth=self._depth)
@@ -79,24 +67,18 @@ class Runs:
         return list(self._paths)
 
     def path(self, name: str) -> Path:
-        """Raises:
-        TunerError: There is no run of this name.
-        """
         if name not in self._paths and name not in self.names():
             raise TunerError(f"there is no run {name!r} in {self._folder}")
         return self._paths[name]
 
     def open(self, name: str) -> RunReader:
-        """Raises:
-        TunerError: There is no run of this name.
-        """
         if name not in self._readers:
             self._readers[name] = RunReader(self.path(name), keep=True)
         return self._readers[name]
 
 
 def answers(runs: Runs) -> dict[str, Answer]:
-    """What the page may ask, by path; `run` is in all of them, the first one by default.
+    """Answers to the page by path; all take `run`, the first one by default.
 
     `run?from=N&generation=G` reads on, gives the metrics from row N on (from 0 when G is not the
     current generation), what the header shows, and how far the traces are read.
@@ -188,11 +170,7 @@ def answers(runs: Runs) -> dict[str, Answer]:
 
 
 def viewer_app(run: Path, token: str) -> Starlette:
-    """The page at `/<token>/` and its data at `/<token>/api/`; anything else is 404.
-
-    Raises:
-        TunerError: `run` is neither a run directory nor a folder that holds some.
-    """
+    """The page at `/<token>/` and its data at `/<token>/api/`; anything else is 404."""
     lock = threading.Lock()
 
     def endpoint(read: Answer) -> Any:
@@ -230,17 +208,7 @@ def viewer_app(run: Path, token: str) -> Starlette:
 
 
 def serve(run: Path, *, port: int, announce: Callable[[str], None]) -> None:
-    """Serve the page until it is interrupted.
-
-    Args:
-        run: The run directory, or a folder that holds some.
-        port: Port on 127.0.0.1; 0 takes a free one.
-        announce: Receives the link.
-
-    Raises:
-        TunerError: `run` is neither a run directory nor a folder that holds some, or the port is
-            taken.
-    """
+    """Serve the page until it is interrupted; `announce` gets the link."""
     import uvicorn
 
     token = secrets.token_urlsafe(24)

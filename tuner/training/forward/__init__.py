@@ -1,1 +1,1 @@
-"""From rows of tokens to the log-probs of what was sampled, in three exact layouts."""
+"""From rows of tokens to the log-probs of the sampled tokens, in three exact layouts."""

@@ -1,10 +1,10 @@
 """From hidden states to the log-probs of the distributions that tokens were sampled from.
 
-A row's tokens were sampled at some temperature, with some penalties, from what a cut left, perhaps
-within a grammar; the trainer computes the same quantity under the current weights.
+A row's tokens were sampled with some temperature, penalties, cuts and possibly a grammar; the
+trainer computes the same quantity under the current weights.
 
-Logits are made for some tokens at a time and made again in the backward pass, so memory does not
-grow with vocabulary x tokens, in whichever layout the rows went through the layers.
+Logits are computed for some tokens at a time and recomputed in the backward pass, so memory does
+not grow with vocabulary x tokens, in any layout.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Objects = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """For the T completion tokens of some rows, in row order: log-prob and entropy, [T] each."""
+    """Log-prob and entropy of the T completion tokens of some rows, in row order, [T] each."""
 
     logp_T: Tensor
     entropy_T: Tensor
@@ -41,20 +41,20 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Sampled:
-    """T sampled tokens with the settings they were sampled with; None where all are "off".
+    """T sampled tokens with their sampling settings; None if a setting is off for all.
 
-    They stay in main memory until `logprobs` needs them, which asks the device nothing.
+    They stay in main memory until `logprobs` needs them, without synchronising with the device.
 
     Attributes:
         target_T: Their ids, shape [T].
         temperature_T: Shape [T], or None.
-        top_k_T, top_p_T, min_p_T: The cuts of tokens of which it is not known what was left; all of
-            shape [T], or None.
-        kept_T: What was left (`tuner.engines.sampling`), or "", shape [T] or None.
-        edits_T: What is done to single logits, or None, shape [T] or None.
-        bits: For each of the C tokens sampled within a grammar the tokens that it allowed there,
+        top_k_T, top_p_T, min_p_T: Cuts of tokens whose kept set is unknown; all of shape [T], or
+            None.
+        kept_T: The kept tokens (`tuner.engines.sampling`), or "", shape [T] or None.
+        edits_T: Changes of single logits, or None, shape [T] or None.
+        bits: For each of the C tokens sampled with a grammar the tokens that it allowed there,
             shape [C, bytes] or None.
-        bits_T: Which of the C each token is, -1 where there was no grammar, shape [T] or None.
+        bits_T: Which of the C each token is, -1 without a grammar, shape [T] or None.
     """
 
     target_T: IntArray
@@ -73,11 +73,11 @@ class Sampled:
 
         Args:
             vocabulary: Number of logits of the model.
-            grammars: The engine's; needed where a row was sampled within a grammar.
+            grammars: The engine's; required if a row was sampled with a grammar.
 
         Raises:
             TrainingError: A row has a grammar, and there are no `grammars` to replay it with; or it
-                has a token that its bad words do not allow.
+                has a token that its bad words forbid.
             GrammarError: A row's completion does not follow its grammar.
         """
         sampling = [row.sampling for row in rows]
@@ -113,7 +113,6 @@ class Sampled:
         )
 
     def take(self, places: IntArray | slice) -> Sampled:
-        """Some of the tokens."""
 
         def of(values: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any] | None:
             return None if values is None else values[places]
@@ -136,18 +135,19 @@ class Sampled:
         """Log-probs of the distributions that were sampled.
 
         Tokens outside a grammar are removed, and bias and penalties applied: neither depends on the
-        weights. Logits are divided by the temperature. Where top_k, top_p or min_p cut the
-        distribution the tokens stay that were left when it was sampled. Where these are not known
-        it is cut again under the current weights, the sampled token always counted in: exact for
-        the weights that sampled it, an approximation after an update.
+        weights. Logits are divided by the temperature. If top_k, top_p or min_p cut the
+        distribution, the tokens that were kept when it was sampled are kept. If these are not
+        known, it is cut again under the current weights, the sampled token always included: exact
+        for the weights that sampled it, an approximation after an update.
 
         Args:
-            logits_TV: What the model gives for each token; taken up to float32 at least.
-            with_entropy: Keep the graph of the entropy (else it is detached, for metrics only).
+            logits_TV: The model's logits for each token; raised to float32 at least.
+            with_entropy: Keep the graph of the entropy (otherwise it is detached, for metrics
+                only).
             compiled: Whether the last part is compiled.
 
         Raises:
-            TrainingError: A sampled token is not among those that were left.
+            TrainingError: A sampled token is not among the kept ones.
         """
         target_T = to_device(self.target_T, logits_TV.device)
         if self._changes_logits:
@@ -159,12 +159,12 @@ class Sampled:
 
     @property
     def _changes_logits(self) -> bool:
-        """Whether any token was sampled from something else than the model's own distribution."""
+        """Whether any token was sampled from a distribution other than the model's own."""
         changes = self.temperature_T, self.top_k_T, self.kept_T, self.edits_T, self.bits_T
         return any(change is not None for change in changes)
 
     def _within_grammars(self, logits_TV: Tensor) -> Tensor:
-        """Logits with -inf for the tokens that a grammar did not allow at that position."""
+        """Logits with -inf for tokens that a grammar did not allow at that position."""
         if self.bits is None or self.bits_T is None:
             return logits_TV
         places = np.flatnonzero(self.bits_T >= 0)
@@ -183,7 +183,7 @@ class Sampled:
         return edited(logits_TV, found) if found else logits_TV
 
     def _within_kept(self, logits_TV: Tensor) -> Tensor:
-        """Logits with -inf for the tokens that a cut took away."""
+        """Logits with -inf for tokens removed by a cut."""
         if self.kept_T is None:
             return logits_TV
         size = logits_TV.shape[-1]
@@ -194,13 +194,13 @@ class Sampled:
                 row[kept_ids(self.kept_T[place])] = True
             except (ValueError, IndexError) as error:
                 raise TrainingError(
-                    f"what top_k, top_p and min_p left of token {self.target_T[place]} cannot be "
-                    f"read: {error}: the trace is damaged, or of another model"
+                    f"the kept set of token {self.target_T[place]} (top_k, top_p, min_p) cannot "
+                    f"be read: {error}: the trace is damaged, or of another model"
                 ) from error
             if not row[self.target_T[place]]:
                 raise TrainingError(
-                    f"token {self.target_T[place]} was sampled, and is not among those that top_k, "
-                    "top_p and min_p left: the trace is damaged"
+                    f"token {self.target_T[place]} was sampled but is not in the set kept by "
+                    "top_k, top_p and min_p: the trace is damaged"
                 )
         removed_TV = torch.zeros_like(logits_TV, dtype=torch.bool)
         removed_TV.index_copy_(
@@ -209,7 +209,7 @@ class Sampled:
         return logits_TV.masked_fill(removed_TV, -torch.inf)
 
     def _as_sampled(self, logits_TV: Tensor, target_T: Tensor) -> Tensor:
-        """Logits scaled, and -inf outside cuts of which it is not known what they left."""
+        """Logits scaled, with -inf outside cuts whose kept set is unknown."""
         if self.temperature_T is not None:
             heat_T = to_device(self.temperature_T, logits_TV.device).to(logits_TV.dtype)
             logits_TV = logits_TV / heat_T[:, None]
@@ -234,13 +234,13 @@ def _logprobs(logits_TV: Tensor, target_T: Tensor, with_entropy: bool) -> tuple[
     all_logp_TV = logits_TV.log_softmax(-1)
     logp_T = all_logp_TV.gather(1, target_T[:, None])[:, 0]
     kept = all_logp_TV if with_entropy else all_logp_TV.detach()
-    # A token that was removed has probability 0 and adds nothing: 0 * -inf is not 0.
+    # A removed token has probability 0 and must add nothing: 0 * -inf is not 0.
     entropy_T = -(kept.exp() * kept.masked_fill(kept == -torch.inf, 0)).sum(-1)
     return logp_T, entropy_T
 
 
 def _divided(row: Row) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The prompt of the call that a row is of, and what it sampled up to the end of the row."""
+    """The prompt of a row's call, and the tokens that it sampled up to the end of the row."""
     border = len(row.prompt_ids) - row.begun
     return row.prompt_ids[:border], row.prompt_ids[border:] + row.completion_ids
 
@@ -279,7 +279,7 @@ def _replayed(
         return None, None
     if grammars is None:
         raise TrainingError(
-            "a call was sampled within a grammar, but the trainer has none to replay it with: "
+            "a call was sampled with a grammar, but the trainer has no grammars to replay it: "
             "give it the engine's (PolicyTrainer(..., grammars=engine.grammars))"
         )
     masks, places, count = [], [], 0
@@ -300,13 +300,13 @@ def _replayed(
 
 
 LOGITS = {"cpu": 1 << 25, "cuda": 1 << 27}
-"""Logits that are in memory at once, by kind of device. With each part the gradient of the output
-embedding is written and added up, which is most of what a small one takes: on a CPU 176 tokens of
-151,936 (width 1024, bfloat16) took 2.5 times as long in parts of 55 as at once."""
+"""Number of logits in memory at once, by kind of device. Each part writes and adds the gradient of
+the output embedding, which is most of the cost of a small part: on a CPU 176 tokens of 151,936
+(width 1024, bfloat16) took 2.5 times as long in parts of 55 as at once."""
 
 
 def body(model: PreTrainedModel) -> nn.Module:
-    """What is below the output embedding, and gives `last_hidden_state`; of a critic all of it."""
+    """The model below the output embedding, which gives `last_hidden_state`; all of a critic."""
     found = model.base_model
     # Llama 4's text model names a part that only its multimodal one has, and so finds itself.
     inner: nn.Module = getattr(model, "model", model) if found is model else found
@@ -314,11 +314,11 @@ def body(model: PreTrainedModel) -> nn.Module:
 
 
 class OutputHead:
-    """From a causal LM's last hidden states to its logits, as its own `forward` does it.
+    """From a causal LM's last hidden states to its logits, as its own `forward` computes them.
 
-    That is its output embedding, and what some models do to the logits behind it: Gemma's
-    `final_logit_softcapping`, Granite's `logits_scaling`, Cohere's `logit_scale`. Whether a model
-    does anything else is found out by comparison (`tuner.training.forward.layouts`).
+    The output embedding, and what some models apply to the logits after it: Gemma's
+    `final_logit_softcapping`, Granite's `logits_scaling`, Cohere's `logit_scale`. Anything else a
+    model does is detected by comparison (`tuner.training.forward.layouts`).
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -352,8 +352,8 @@ def logprobs_in_parts(
     Args:
         hidden_TD: Last hidden states where each of the tokens was sampled, shape [T, D].
         sampled: The tokens.
-        with_entropy: Keep the graph of the entropy (else it is detached, for metrics only).
-        compiled: Whether what is done to the logits is compiled.
+        with_entropy: Keep the graph of the entropy (otherwise it is detached, for metrics only).
+        compiled: Whether the computation on the logits is compiled.
     """
 
     def of_part(hidden_CD: Tensor, part: Sampled) -> tuple[Tensor, Tensor]:

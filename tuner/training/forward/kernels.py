@@ -1,8 +1,8 @@
-"""Layers that are compiled, or keep only their inputs until the backward pass.
+"""Compiled layers, and layers that keep only their inputs until the backward pass.
 
 Transformers checkpoints activations in train mode only, which would also turn dropout on and caches
-off. Here the layers that it marks for it are wrapped for one forward pass, and are as they were
-when it ends; the backward pass needs no wrapper any more.
+off. Here the layers that it marks for it are wrapped for one forward pass and restored at its end;
+the backward pass does not need the wrapper.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 @cache
 def kernel_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with one kernel for what is done to each number between two matrix products.
+    """Compile `function` into one kernel for the element-wise work between two matrix products.
 
-    Sizes are left open. It is compiled anew for each width, dtype and kind of layer, with and
+    Sizes are left open. It is compiled again for each width, dtype and kind of layer, with and
     without a gradient; beyond torch's limit of these it would silently be as slow as before, and
     FlexAttention would compute all scores at once.
     """
@@ -39,12 +39,11 @@ def kernel_of(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def prepared_layers(model: nn.Module, *, checkpointed: bool, compiled: bool) -> Iterator[None]:
-    """A forward pass inside computes the same in another way.
+    """Compute forward passes in the block in another, equivalent way.
 
     Args:
-        checkpointed: Keep the inputs of the layers, and compute the rest again in the backward
-            pass.
-        compiled: One kernel for what is done to each number between two matrix products.
+        checkpointed: Keep the inputs of the layers, and recompute the rest in the backward pass.
+        compiled: One kernel for the element-wise work between two matrix products.
     """
     layers = list(layers_of(model))
     for layer in layers:
@@ -61,7 +60,7 @@ def prepared_layers(model: nn.Module, *, checkpointed: bool, compiled: bool) -> 
 
 
 def layers_of(model: nn.Module) -> Iterator[nn.Module]:
-    """The layers that transformers marks as those that a model repeats."""
+    """The layers that transformers marks as repeated."""
     return (m for m in model.modules() if isinstance(m, GradientCheckpointingLayer))
 
 

@@ -1,8 +1,8 @@
-"""How a model's log-probs are computed: on the token tree of the rows, on packed or padded rows.
+"""How a model's log-probs are computed: on the token tree of the rows, on packed or on padded rows.
 
-Which of these is exact for a model, and whether its layers are compiled, is found out once, before
-anything is trained (`probing`). Here rows are cut into micro-batches that a device has room for,
-and each goes through the model.
+Which of these is exact for a model, and whether its layers are compiled, is determined once before
+training (`exact_forward`). Here rows are cut into micro-batches that fit the device, and each goes
+through the model.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tuner.config.schema import Checkpointing, Layout
 from tuner.engines.base import SamplingParams
 from tuner.engines.grammar import Grammars
 from tuner.engines.transformers.model_shape import layer_windows, length_limit, probe_length
@@ -39,17 +40,16 @@ from tuner.training.forward.rows import (
 )
 from tuner.training.forward.tree_pass import PassCost, tree_cuts, tree_logprobs, tree_states
 from tuner.training.memory import Activations, tokens_of_pass
-from tuner.training.trainer_settings import Checkpointing, Layout
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _FEWEST = 256
-"""Tokens of a micro-batch below which fewer would hardly take less."""
+"""Smaller micro-batches than this hardly take less memory."""
 _SURE = 0.9
-"""Part of what is free that can be had in the pieces that are asked for."""
+"""Share of free memory that can be allocated in blocks of the requested size."""
 _LARGE = 1 << 28
-"""Bytes of weights from which on freed memory is worth returning to the system."""
+"""Bytes of weights from which returning freed memory to the system pays off."""
 
 
 class HasRows(Protocol):
@@ -60,8 +60,8 @@ class HasRows(Protocol):
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes of a GPU that can be had, those that PyTorch has and does not use included; None of
-    any other device."""
+    """Free bytes of a GPU, including memory that PyTorch holds and does not use; None for other
+    devices."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -69,10 +69,10 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def return_freed_memory(model: nn.Module) -> None:
-    """Give memory that was freed back to the system, where a large model runs on the CPU.
+    """Return freed memory to the system if a large model runs on the CPU.
 
-    glibc keeps freed blocks of up to 32 MB. A generation, or a micro-batch of other lengths, leaves
-    them in pieces that cannot be used again, and the peak of the process would grow with each.
+    glibc keeps freed blocks of up to 32 MB. Generation, or a micro-batch of other lengths, leaves
+    them in fragments that cannot be reused, and the peak of the process would grow with each.
     """
     weights = list(model.parameters())
     size = sum(weight.numel() * weight.element_size() for weight in weights)
@@ -82,7 +82,7 @@ def return_freed_memory(model: nn.Module) -> None:
 
 
 class Room:
-    """How many tokens a device has room for, as far as that is known."""
+    """Number of tokens that fit a device, as far as known."""
 
     def __init__(self) -> None:
         self._most: int | None = None
@@ -90,20 +90,20 @@ class Room:
         self._warned = False
 
     def of(self, tokens: int) -> int:
-        """At most so many tokens of a micro-batch."""
+        """At most `tokens` tokens of a micro-batch."""
         self._used = tokens if self._most is None else min(tokens, self._most)
         return self._used
 
     def lacks(self, needed: int, tokens: int, device: torch.device) -> bool:
-        """Whether a GPU has less room than a pass over so many tokens needs; said once."""
+        """Whether a GPU has less memory than a pass over `tokens` tokens needs; warns once."""
         free = free_bytes(device)
         if free is None or needed <= free * _SURE:
             return False
         if not self._warned:
             _log.warning(
                 "a pass over %d tokens would keep %.2f GiB for its backward pass, and %.2f are "
-                "free: its layers keep their inputs and are computed again, with the same "
-                "gradient (tuner.activation_checkpointing: auto); a smaller "
+                "free: layers keep only their inputs and are recomputed, with the same gradient "
+                "(tuner.activation_checkpointing: auto); a smaller "
                 "trainer.max_token_len_per_gpu takes less time",
                 tokens,
                 needed / 2**30,
@@ -113,28 +113,28 @@ class Room:
         return True
 
     def fitting(self, work: Callable[[], T]) -> T:
-        """What `work` gives; from the beginning and with micro-batches of half the size where
-        there was no room for it, which changes no gradient.
+        """The result of `work`; if it runs out of memory it is repeated with micro-batches of half
+        the size, which does not change the gradient.
 
         Raises:
-            TrainingError: There is no room for small ones either.
+            TrainingError: Small micro-batches do not fit either.
         """
         while True:
             try:
                 return work()
             except torch.OutOfMemoryError as error:
                 said = str(error).split(". ")[0]
-            # Out of the handler, which keeps what was computed alive.
+            # Outside the handler, which keeps the computed tensors alive.
             if self._used // 2 < _FEWEST:
                 raise TrainingError(
                     f"there is no room for {self._used} tokens ({said}): set "
                     "tuner.activation_checkpointing, trainer.optimizer_offload or tuner.dtype: "
-                    "bfloat16, or take a smaller model (docs/training.md)"
+                    "bfloat16, or use a smaller model (docs/training.md)"
                 )
             self._most = self._used // 2
             _log.warning(
-                "there is no room for micro-batches of %d tokens (%s): from here on they have %d, "
-                "with the same gradient; trainer.max_token_len_per_gpu: %d begins with that",
+                "there is no room for micro-batches of %d tokens (%s): from now on they have %d, "
+                "with the same gradient; set trainer.max_token_len_per_gpu: %d to start with that",
                 self._used,
                 said,
                 self._most,
@@ -145,20 +145,20 @@ class Room:
 
 @dataclass(frozen=True)
 class Forward:
-    """Log-probs of rows, and how rows are cut into micro-batches for it.
+    """Log-probs of rows, and how rows are cut into micro-batches.
 
     Attributes:
-        layout: In which rows are computed.
-        grammars: With which calls that were held to a form are replayed.
-        windows: Of a tree: for each kind of layer its window.
-        cost: Of one pass over a tree.
-        pack_tokens: The longest pack, where attention bounds it.
-        in_parts: Whether the logits of padded rows are made in parts.
+        layout: The layout of rows.
+        grammars: For replaying calls that were sampled with a grammar.
+        windows: For a tree: the window of each kind of layer.
+        cost: Cost of one pass over a tree.
+        pack_tokens: Maximum length of a pack, if attention limits it.
+        in_parts: Whether the logits of padded rows are computed in parts.
         checkpointing: Whether a pass with a gradient keeps only the inputs of the layers; `auto`:
-            where a GPU has no room for more.
+            if a GPU lacks memory for more.
         compiled: Whether layers and log-probs are compiled.
-        limit: The longest row that is computed as it is alone, and why; None for any.
-        room: How many tokens fit.
+        limit: Maximum length of a row that is computed exactly, and why; None for any.
+        room: Number of tokens that fit.
     """
 
     layout: Layout
@@ -173,8 +173,8 @@ class Forward:
     room: Room = field(default_factory=Room)
 
     def micro_batches(self, rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
-        """Cut row indices into what one pass computes: at most `max_tokens` tokens of a tree, of
-        packed or of padded rows. A row longer than that is a micro-batch of its own."""
+        """Cut row indices into micro-batches of at most `max_tokens` tokens of a tree, of packed
+        or of padded rows. A longer row is a micro-batch of its own."""
         max_tokens = self.room.of(max_tokens)
         if self.layout == "tree" and self.cost is not None:
             return tree_cuts(rows, max_tokens, self.cost)
@@ -188,12 +188,13 @@ class Forward:
         """Log-probs of every completion token of `rows`, in row order.
 
         Args:
-            model: The one this was made for, or another of its architecture (the reference).
-            with_entropy: Keep the graph of the entropy (else it is detached, for metrics only).
+            model: The model this was made for, or another of its architecture (the reference).
+            with_entropy: Keep the graph of the entropy (otherwise it is detached, for metrics
+                only).
 
         Raises:
             TrainingError: A row has a grammar, and there are no `grammars` to replay it with; or a
-                row is longer than the model is computed at exactly (`length_limit`).
+                row is longer than the model supports exactly (`length_limit`).
             GrammarError: A row's completion does not follow its grammar.
         """
         self._check_lengths(rows)
@@ -210,10 +211,10 @@ class Forward:
         """Last hidden states before every completion token of `rows`, in row order, shape [T, D].
 
         Args:
-            model: The one this was made for, without its output embedding.
+            model: The model this was made for, without its output embedding.
 
         Raises:
-            TrainingError: A row is longer than the model is computed at exactly.
+            TrainingError: A row is longer than the model supports exactly.
         """
         self._check_lengths(rows)
         with self._prepared(model, rows):
@@ -228,8 +229,8 @@ class Forward:
         if self.limit is not None and len(longest) > self.limit[0]:
             raise TrainingError(
                 f"call {longest.call_id!r} has {len(longest)} tokens, but {self.limit[1]}: "
-                f"set model.max_model_len (max_model_len of the engine) to {self.limit[0]} at "
-                "most, and leave out longer calls"
+                f"set model.max_model_len (max_model_len of the engine) to {self.limit[0]} or "
+                "less, and drop longer calls"
             )
 
     def _prepared(self, model: nn.Module, rows: Sequence[Row]) -> AbstractContextManager[None]:
@@ -260,7 +261,7 @@ class Forward:
     def by_row(
         self, rows: Sequence[Row], max_tokens: int, compute: Callable[[list[Row]], Tensor]
     ) -> tuple[Tensor, ...]:
-        """What `compute` gives for completion tokens, in micro-batches and without a gradient.
+        """Results of `compute` for completion tokens, in micro-batches and without a gradient.
 
         Returns:
             One tensor for each row, of shape [T_row].
@@ -280,8 +281,8 @@ class Forward:
 
 
 def whole_calls(cuts: Sequence[Sequence[int]], call_N: Sequence[int]) -> list[list[int]]:
-    """Micro-batches in which no call is divided: the rows of one that was are a micro-batch of
-    their own.
+    """Merge micro-batches so that the rows of a call stay together; the rows of a divided call
+    become a micro-batch of their own.
 
     Args:
         cuts: Indices of rows.
@@ -299,11 +300,11 @@ def whole_calls(cuts: Sequence[Sequence[int]], call_N: Sequence[int]) -> list[li
     return [indices for indices in [*whole, *divided.values()] if indices]
 
 
-# In which layout a model's log-probs are exact, as comparison says before anything is trained.
+# Finding the layout in which a model's log-probs are exact, by comparison before training.
 #
-# For models whose code does something of its own with positions, masks or logits (ALiBi, for
-# example) or carries a state from one packed row to the next, and does not say so in its
-# configuration: each layout of a few short rows and a long one is compared with one row per pass.
+# Some models treat positions, masks or logits in their own way (ALiBi, for example) or carry a
+# state from one packed row to the next without saying so in their configuration: each layout of a
+# few short rows and a long one is compared with one row per pass.
 
 
 _PROBE = ((3, 10, 17), (24, 31)), ((3, 10, 17), (24, 38, 45)), ((3, 10), (52, 3)), ((24,), (10,))
@@ -317,14 +318,14 @@ def exact_forward(
     checkpointing: Checkpointing = False,
     compiled: bool | None = None,
 ) -> Forward:
-    """`layout` if `model` can be computed on it exactly, else the next of token tree, packed
-    rows and padded rows that it can; and the log says which and why.
+    """The first of `layout`, token tree, packed rows and padded rows that is exact for `model`;
+    logs which one and why.
 
-    Each is compared with one row per call on a few tokens, so that this is measured.
+    Each is compared with one row per call on a few tokens.
 
     Args:
-        checkpointing: Activation checkpointing; `auto`: where a GPU has no room without.
-        compiled: Compile where that gives the same; None: on a GPU.
+        checkpointing: Activation checkpointing; `auto`: if a GPU lacks memory without it.
+        compiled: Compile if that gives the same results; None: on a GPU.
 
     Raises:
         ConfigError: `checkpointing`, and the model has no layers for it; or the model is not
@@ -333,7 +334,7 @@ def exact_forward(
     if checkpointing is True and not any(layers_of(model)):
         raise ConfigError(
             f"tuner.activation_checkpointing is true, but {type(model).__name__} has no layers "
-            "that transformers marks for it; set it to false"
+            "that transformers marks for checkpointing; set it to false"
         )
     found = _exact(model, grammars, layout, checkpointing)
     if compiled is None:
@@ -380,15 +381,15 @@ def _exact(
                 f"either: {inexact}"
             )
         _log.warning(
-            "training makes the logits of all tokens of a micro-batch at once, because making "
-            "them in parts would not be exact: %s",
+            "training computes the logits of all tokens of a micro-batch at once, because "
+            "computing them in parts would not be exact: %s",
             not_in_parts,
         )
     return Forward("padded", in_parts=not_in_parts is None, **common)
 
 
 def _compiled_if_exact(plain: Forward, model: nn.Module) -> Forward:
-    """The same with compiled layers, if log-probs and a gradient are the same."""
+    """The same with compiled layers, if log-probs and a gradient stay the same."""
     found = replace(plain, compiled=True)
     allowed = _allowed(next(model.parameters()).dtype)
     try:
@@ -397,10 +398,10 @@ def _compiled_if_exact(plain: Forward, model: nn.Module) -> Forward:
             difference = float((one - other).norm() / other.norm().clamp(min=1e-30))
             if not difference <= allowed:
                 raise ArithmeticError(f"results would differ by {difference:.2g}")
-    except Exception as error:  # whatever a compiler makes of a model's own code
+    except Exception as error:  # compiling a model's own code may fail in any way
         _log.warning(
             "training takes more time and memory, because the layers cannot be compiled "
-            "(%s: %s); tuner.compile: false says nothing of it",
+            "(%s: %s); tuner.compile: false turns this warning off",
             type(error).__name__,
             error,
         )
@@ -427,7 +428,7 @@ def _tree_windows(model: nn.Module) -> dict[str, int | None] | str:
 
 
 def _probe_rows(model: nn.Module) -> list[Row]:
-    """A few short rows and one that goes past what the layers attend to."""
+    """A few short rows, and one that is longer than the layers' windows."""
     causal = causal_model(model)
     length, known = 6, 53
     if isinstance(causal, PreTrainedModel):
@@ -443,12 +444,12 @@ def _probe_rows(model: nn.Module) -> list[Row]:
 
 
 def _allowed(dtype: torch.dtype) -> float:
-    """How far two ways of computing the same may be apart."""
+    """Tolerance between two ways of computing the same."""
     return 1e-3 if dtype in (torch.float32, torch.float64) else 0.25
 
 
 def _probed(forward: Forward, model: nn.Module) -> list[Tensor]:
-    """Log-probs of a few rows, and of a model that is trained the gradient of some weights."""
+    """Log-probs of a few rows, and the gradient of some weights if the model is trained."""
     logp_T = forward.logprobs(model, _probe_rows(model), with_entropy=False).logp_T
     trained = [p for p in model.parameters() if p.requires_grad][:1]
     gradients = torch.autograd.grad(logp_T.sum(), trained) if trained else ()
@@ -457,22 +458,22 @@ def _probed(forward: Forward, model: nn.Module) -> list[Tensor]:
 
 @torch.no_grad()
 def _inexact(model: nn.Module, layout: Callable[[list[Row]], TokenLogprobs]) -> str | None:
-    """Compare a layout of the probe's rows with one row per pass; None if they agree, else what
-    differs."""
+    """Compare a layout of the probe's rows with one row per pass; None if they agree, else the
+    difference."""
     causal, rows = causal_model(model), _probe_rows(model)
     alone = [completion_logprobs(model, [row], with_entropy=False).logp_T for row in rows]
     allowed = _allowed(next(model.parameters()).dtype)
-    # The first two rows begin alike.
+    # The first two rows have a common prefix.
     if abs(float(alone[0][0] - alone[1][0])) > allowed:
         raise ConfigError(
-            f"{type(causal).__name__} is not causal: what it gives for a token depends on those "
-            "behind it, so it has no log-probs of sampled text. If it is an encoder that can be a "
+            f"{type(causal).__name__} is not causal: its output for a token depends on later "
+            "tokens, so it has no log-probs of sampled text. If it is an encoder that can be a "
             "decoder, set is_decoder to true in its config.json"
         )
     try:
         found = layout(rows).logp_T
-    except Exception as error:  # whatever a model's own code makes of masks and positions
-        return f"its forward pass does not take them ({type(error).__name__}: {error})"
+    except Exception as error:  # a model's own code may do anything with masks and positions
+        return f"its forward pass does not support them ({type(error).__name__}: {error})"
     difference = float((found - torch.cat(alone)).abs().max())
     # Written so that NaN counts as a difference.
     if difference <= allowed:

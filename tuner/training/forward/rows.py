@@ -1,20 +1,20 @@
-"""Log-probs of sampled tokens by one forward pass over rows, one for each call.
+"""Log-probs of sampled tokens by one forward pass over rows, one row per call.
 
 Packed, one after another and unpadded:
 
     rows         1 2 3 [4]   1 2 [5 6]   7 [8]
     tokens       1 2 3 4 1 2 5 6 7 8
-    positions    0 1 2 3 0 1 2 3 0 1        each row begins again at 0
+    positions    0 1 2 3 0 1 2 3 0 1        each row restarts at 0
 
-Where positions begin again, transformers keeps the rows apart: it masks what `sdpa` and `eager`
-would see of other rows, and gives flash attention the bounds of each. Layers that keep a state
-(linear attention, state space) do so only with kernels made for it, so whether packing is exact is
-found out by comparison (`tuner.training.forward.layouts`).
+Where positions restart, transformers keeps the rows apart: it masks other rows for `sdpa` and
+`eager`, and gives flash attention the bounds of each row. Layers that keep a state (linear
+attention, state space) do so only with special kernels, so whether packing is exact is determined
+by comparison (`tuner.training.forward.layouts`).
 
 With a mask attention costs the square of a pack, so packs for `sdpa` and `eager` are kept short.
-Flash attention needs none and costs what the rows cost one by one: it is what packing is for.
+Flash attention needs none and costs the same as the single rows; it is what packing is for.
 
-Padded to the longest, on the right: a causal model never looks there, so no mask is needed.
+Padded rows are padded on the right: a causal model never looks there, so no mask is needed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tuner.training.forward.head import (
 from tuner.training.forward.tree_pass import PassCost
 
 MASKED_TOKENS = 8192
-"""The longest pack whose attention takes a mask."""
+"""Maximum length of a pack whose attention takes a mask."""
 
 
 def packed_logprobs(
@@ -52,7 +52,7 @@ def packed_logprobs(
     grammars: Grammars | None = None,
     compiled: bool = False,
 ) -> TokenLogprobs:
-    """As `completion_logprobs`, of a model that keeps packed rows apart."""
+    """Like `completion_logprobs`, for a model that keeps packed rows apart."""
     head = OutputHead(causal_model(model))
     sampled_T = Sampled.of(rows, head.vocabulary, grammars)
     return logprobs_in_parts(
@@ -79,8 +79,8 @@ def packed_states(model: nn.Module, rows: Sequence[Row]) -> Tensor:
         ),
         position_ids=to_device(torch.cat([torch.arange(len(row)) for row in rows])[None], device),
         use_cache=False,
-        # Flash attention would find these from the positions, once more in every layer; kernels of
-        # linear attention begin a new state where they say.
+        # Flash attention would derive these from the positions in every layer; kernels of linear
+        # attention start a new state where they say.
         cu_seq_lens_q=ends,
         cu_seq_lens_k=ends,
         max_length_q=longest,
@@ -98,10 +98,11 @@ def packed_states(model: nn.Module, rows: Sequence[Row]) -> Tensor:
 
 
 def pack_tokens(model: PreTrainedModel) -> int | None:
-    """The longest pack that is worth its mask, None where attention takes none.
+    """The longest pack that is worth its mask, None if attention takes none.
 
-    On a CPU that is where a token costs least: the cost of a pass is spread over more of them, and
-    each is compared with more others. A model's own mask (GPT-Neo's) ends at its last position.
+    On a CPU that is where the cost per token is lowest: the fixed cost of a pass is spread over
+    more tokens, and each is compared with more others. A model's own mask (GPT-Neo's) ends at its
+    last position.
     """
     if model.config._attn_implementation not in ("sdpa", "eager"):
         return None
@@ -113,10 +114,9 @@ def pack_tokens(model: PreTrainedModel) -> int | None:
 
 
 def packs(rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
-    """Cut row indices into packs of at most `max_tokens` tokens each, few of them.
+    """Cut row indices into few packs of at most `max_tokens` tokens each.
 
-    The longest rows first, each into the first pack that has room for it. A row longer than the
-    budget is a pack of its own.
+    First fit, longest rows first. A row longer than the limit is a pack of its own.
     """
     order = sorted(range(len(rows)), key=lambda i: (-len(rows[i]), i))
     cuts: list[list[int]] = []
@@ -147,11 +147,11 @@ def completion_logprobs(
     Args:
         model: A transformers causal LM.
         rows: B calls.
-        with_entropy: Keep the graph of the entropy (else it is detached, for metrics only).
-        grammars: The engine's; needed where a row was sampled within a grammar.
-        compiled: Whether what is done to the logits is compiled.
-        in_parts: Make the logits of some tokens at a time, with `OutputHead` in place of what the
-            model's own `forward` does.
+        with_entropy: Keep the graph of the entropy (otherwise it is detached, for metrics only).
+        grammars: The engine's; required if a row was sampled with a grammar.
+        compiled: Whether the computation on the logits is compiled.
+        in_parts: Compute the logits of some tokens at a time, with `OutputHead` instead of the
+            model's own `forward`.
 
     Returns:
         T = total completion tokens, float32 at least.
@@ -170,7 +170,7 @@ def completion_logprobs(
         )
     ids_BS, row_T, predicts_T = _padded(rows)
     width, first = ids_BS.shape[1], int(predicts_T.min())
-    # Only the positions from the first completion on need logits; a model that does not know
+    # Only the positions from the first completion on need logits; a model that does not support
     # `logits_to_keep` returns all of them.
     logits_BKV = model(
         input_ids=to_device(ids_BS, device), use_cache=False, logits_to_keep=width - first
@@ -218,13 +218,13 @@ def _padded(rows: Sequence[Row]) -> tuple[IntArray, IntArray, IntArray]:
 def padded_cuts(rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
     """Cut row indices into padded micro-batches of at most `max_tokens` tokens each.
 
-    Rows of similar length go together, so that little is padding. A row longer than the budget
-    is a micro-batch of its own.
+    Rows of similar length go together to reduce padding. A row longer than the limit is a
+    micro-batch of its own.
     """
     order = sorted(range(len(rows)), key=lambda i: (-len(rows[i]), i))
     cuts: list[list[int]] = []
     for i in order:
-        # Sorted by falling length: the first row of a micro-batch is its width.
+        # Sorted by decreasing length: the first row of a micro-batch is its width.
         if cuts and (len(cuts[-1]) + 1) * len(rows[cuts[-1][0]]) <= max_tokens:
             cuts[-1].append(i)
         else:

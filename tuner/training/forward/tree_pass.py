@@ -1,18 +1,18 @@
 """One forward pass over the token tree of rows, and where a batch is cut into trees.
 
-In lexicographic order rows that share a prefix are neighbours, and a row adds to the tree what is
-behind the prefix that it shares with the row before it. Cutting between two rows makes the second
+In lexicographic order rows with a common prefix are neighbours, and a row adds to the tree what
+follows the prefix that it shares with the row before it. Cutting between two rows makes the second
 tree repeat that prefix, once more through every layer and with its attention:
 
     row 1   s s s s a a a          tree of rows 1 to 3: 7 + 4 + 2 nodes
     row 2   s s s s b b b b        cut here: the next tree repeats s s s s
     row 3   s s s s b b b b c c    cut here: it repeats s s s s b b b b
 
-The cuts that cost least are found by dynamic programming over the sorted rows.
+The cheapest cuts are found by dynamic programming over the sorted rows.
 
 Every distinct prefix of the rows goes through the model once, at the position id of its depth, and
-attends to its ancestors (`tree_attention`). A sampled token's log-prob is read at the node before
-it, so only these nodes' hidden states meet the vocabulary:
+attends to its ancestors (`TreeAttention`). A sampled token's log-prob is read at the node before
+it, so only these nodes' hidden states are multiplied with the vocabulary:
 
     rows     1 2 [3]   1 2 3 4 [5]   1 2 [6]       nodes through the layers   1 2 3 4 5 6
                                                    rows of logits             of 3, 5 and 6
@@ -54,31 +54,33 @@ from tuner.training.forward.head import (
     logprobs_in_parts,
 )
 
-# How attention over a token tree is cut into products of a few queries with the keys they share.
+# Cutting attention over a token tree into products of a few queries with the keys they share.
 #
 # Node q of a tree in depth-first order attends to its ancestors and itself: `k <= q < end[k]`, in a
-# layer with a sliding window only to those of the last `window` depths. The nodes are taken in
+# layer with a sliding window only to those of the last `window` depths. The nodes are processed in
 # blocks [first, last) of consecutive ones. An ancestor of any of them that is before the block is
-# an ancestor of its first node as well, so the keys of a block are these few and the block itself.
-# Those that all nodes of the block attend to need no mask:
+# also an ancestor of its first node, so the keys of a block are these few and the block itself.
+# Those
+# that all nodes of the block attend to need no mask:
 #
 #                            shared      rest                                      x  a key
 #     keys of block 2        x x . . . . x x x . . . . | x x x x                   .  other branches
 #     nodes                  0 1 2 3 4 5 6 7 8 9 ...   | first ... last - 1
 #
 # A long run of nodes without branches, which is most of a conversation, is a block of its own: it
-# attends to everything before it that is on its path, and to itself as any text does, so it needs
-# no mask at all, and its pairs are those of its paths and no more. Such runs that follow the same
-# path, the answers to one question, are one block: together they attend to the path, each to
-# itself. Shorter runs are taken together.
+# attends to everything before it on its path, and to itself causally, so it needs no mask, and
+# computes no pair more than its paths have. Runs that follow the same path, the answers to one
+# question, are one block: together they attend to the path, each to itself. Shorter runs are
+# combined into blocks.
 
 
 BLOCKS = 64, 256
-"""Nodes of a block of short runs, at least and at most (where paths are long): few enough to add
-little to the paths, enough to be worth copying their keys. A run as long is a block by itself."""
+"""Minimum and maximum number of nodes of a block of short runs (the maximum with long paths): few
+enough to add little to the paths, enough to be worth copying their keys. A longer run is a block.
+"""
 
 RUNS = 16
-"""Keys in so many runs of consecutive nodes are copied run by run, in more one by one."""
+"""Keys in at most this many runs of consecutive nodes are copied by run, others one by one."""
 
 
 class Siblings(NamedTuple):
@@ -96,7 +98,7 @@ class Siblings(NamedTuple):
 
     @staticmethod
     def joined(rows: Tensor) -> Tensor:
-        """The other way, of these nodes alone: -> [1, heads, stop - start, ...]"""
+        """Inverse of `rows` for these nodes: -> [1, heads, stop - start, ...]"""
         return rows.transpose(0, 1).flatten(1, 2)[None]
 
 
@@ -107,9 +109,10 @@ class Keys:
     Attributes:
         node_K: Their indices.
         attended: Wholly: by all nodes of the block. Causally: they are the block itself, and each
-            of its nodes attends to all of its own run up to itself. In part: to be masked.
-        runs: The nodes in runs of consecutive ones, where these are few.
-        siblings: The runs that attend causally, those of one length that follow each other at once.
+            of its nodes attends to its own run up to itself. In part: with a mask.
+        runs: The nodes as runs of consecutive ones, if there are few.
+        siblings: The runs that attend causally; those of equal length that follow each other are
+            computed at once.
     """
 
     node_K: Tensor
@@ -125,7 +128,7 @@ class Keys:
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
     def add(self, gradient: Tensor, part: Tensor) -> None:
-        """Add the gradient [1, heads, K, width] of what `select` gave to that of all nodes."""
+        """Add the gradient [1, heads, K, width] of the selected nodes to that of all nodes."""
         if self.runs is None:
             gradient.index_add_(2, self.node_K, part.to(gradient.dtype))
             return
@@ -137,7 +140,7 @@ class Keys:
 @dataclass(frozen=True)
 class Block:
     """Nodes [first, last), and the keys that any of them attends to: first the rest, with the block
-    itself, then those shared by all, where there are any."""
+    itself, then those shared by all, if there are any."""
 
     first: int
     last: int
@@ -146,7 +149,8 @@ class Block:
 
 @dataclass(frozen=True)
 class _Cut:
-    """Nodes [first, last), the nodes before them that any attends to, and which of those all do."""
+    """Nodes [first, last), the earlier nodes that any attends to, and which of those all attend
+    to."""
 
     first: int
     last: int
@@ -223,10 +227,10 @@ def _keys(
 
 
 def _cuts(tree: TokenTree, window: int | None) -> Iterator[tuple[int, int]]:
-    """Where the blocks are: long runs without branches by themselves, short ones together."""
+    """Bounds of the blocks: long runs without branches alone, short ones combined."""
     count = tree.unique_tokens
     size = BLOCKS[0] if tree.depth.mean() < BLOCKS[1] else BLOCKS[1]
-    # A node and the next have the same end where the next is its only child.
+    # A node and the next have the same end if the next is its only child.
     starts = [0, *(np.flatnonzero(np.diff(tree.end)) + 1).tolist()]
     first = 0
     for start, stop in pairwise([*starts, count]):
@@ -243,24 +247,24 @@ def _cuts(tree: TokenTree, window: int | None) -> Iterator[tuple[int, int]]:
         yield first, count
 
 
-# Attention over a token tree, exact, and without the square of the tree as a mask.
+# Exact attention over a token tree, without a mask of quadratic size.
 #
 # Node q of a tree in depth-first order attends to its ancestors and itself: `k <= q < end[k]`, in a
 # layer with a sliding window only to those of the last `window` depths. On a CPU this is computed
-# in blocks of nodes (`tree_blocks`): with the keys that all nodes of a block attend to, with the
-# rest, and of both, by their log-sum-exps L, the output over all keys:
+# in blocks of nodes (`blocks_of`): with the keys that all nodes of a block attend to, and with the
+# rest;
+# the two outputs are combined by their log-sum-exps L:
 #
 #     output = w * output_shared + (1 - w) * output_rest        w = sigmoid(L_shared - L_rest)
 #
-# It reaches the model as an attention mask: a `TreeMask` stands where a 4-D mask would be, is
-# carried through transformers' code as it is, and takes over when `scaled_dot_product_attention`
-# meets it. Nothing of the model or its configuration is changed, so an engine can serve it as
-# before.
+# It reaches the model as an attention mask: a `TreeMask` takes the place of a 4-D mask, passes
+# unchanged through transformers' code, and takes over when `scaled_dot_product_attention` receives
+# it. Nothing of the model or its configuration changes, so an engine can serve it at the same time.
 #
 # On CUDA the same rule is a FlexAttention block mask. FlexAttention cuts queries and keys into
-# tiles and skips those where nothing is attended to; where everything is, it does not ask the rule.
-# `create_block_mask` finds out by asking for every pair of nodes; in a tree the ends of the
-# subtrees of a tile tell (`flex_mask`).
+# tiles, skips empty tiles, and does not evaluate the rule in full ones. `create_block_mask`
+# classifies tiles by evaluating the rule for every pair of nodes; in a tree the ends of the
+# subtrees of a tile are enough (`flex_mask`).
 
 
 TILE = 128
@@ -270,14 +274,13 @@ TILE = 128
 def flex_mask(tree: TokenTree, window: int | None, device: torch.device, rule: Any) -> Any:
     """The `BlockMask` of all N nodes.
 
-    A key k is attended to by one of the queries [first, last) behind it where `end[k] > first`, by
-    all of them where `end[k] >= last`: so of a tile of keys the least and the largest `end` tell.
-    Its depths likewise tell of the window, with tiles among those "in part" of which nothing is
-    attended to.
+    A key k is attended to by one of the queries [first, last) after it if `end[k] > first`, by all
+    of them if `end[k] >= last`: so the smallest and largest `end` of a tile of keys decide. Its
+    depths decide likewise for the window, and some tiles marked "in part" may be empty.
 
     Args:
         window: A query sees the last `window` depths up to its own; None is all of them.
-        rule: For tiles that are attended to in part: whether a query attends to a key.
+        rule: For partial tiles: whether a query attends to a key.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -286,14 +289,14 @@ def flex_mask(tree: TokenTree, window: int | None, device: torch.device, rule: A
     least, largest = np.minimum.reduceat, np.maximum.reduceat
     before = np.tri(len(first_T), k=-1, dtype=bool)
     some = before & (largest(tree.end, first_T) > first_T[:, None])
-    # A query that is not there attends to nothing, so the last tile is whole for none.
+    # Padding queries attend to nothing, so no tile is full for the last row of tiles.
     wholly = before & (least(tree.end, first_T) >= (first_T + TILE)[:, None])
     if window is not None:
         highest_T, deepest_T = least(tree.depth, first_T), largest(tree.depth, first_T)
         some &= highest_T[:, None] - deepest_T < window
         wholly &= deepest_T[:, None] - highest_T < window
     some |= np.eye(len(first_T), dtype=bool)
-    # Of one tile torch would compile a kernel apart.
+    # torch would compile a separate kernel for a single tile.
     more = max(0, 2 - len(first_T))
     partial, full = (np.pad(tiles, (0, more)) for tiles in (some & ~wholly, wholly))
     return BlockMask(
@@ -308,14 +311,14 @@ def flex_mask(tree: TokenTree, window: int | None, device: torch.device, rule: A
 
 
 def _ordered(chosen: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many tiles each row has, [1, 1, Q], and their indices first in each row, [1, 1, Q, K]."""
+    """Number of tiles of each row, [1, 1, Q], and their indices first in each row, [1, 1, Q, K]."""
     order = np.argsort(~chosen, axis=1, kind="stable").astype(np.int32)
     counts = chosen.sum(axis=1).astype(np.int32)
     return to_device(counts, device)[None, None], to_device(order, device)[None, None]
 
 
 KEPT_MASKS = 1 << 28
-"""Bytes of block masks that are kept from one layer to the next; others are made again."""
+"""Bytes of block masks that are kept from one layer to the next; others are recomputed."""
 
 
 class TreeAttention:
@@ -324,7 +327,7 @@ class TreeAttention:
     Args:
         tree: N nodes.
         window: A query sees the last `window` depths up to its own; None is all of them.
-        device: Of the model.
+        device: Device of the model.
     """
 
     def __init__(self, tree: TokenTree, window: int | None, device: torch.device) -> None:
@@ -337,9 +340,9 @@ class TreeAttention:
         self._room = KEPT_MASKS
 
     def mask(self) -> TreeMask:
-        """What stands for this in place of a mask."""
+        """The mask that carries this object through the model's code."""
         count = self._tree.unique_tokens
-        # One number seen as many: models look at the shape of a mask, and at no number of this.
+        # One number expanded to the shape of a mask: models look at the shape and at no value.
         mask = torch.zeros((), device=self._device).expand(1, 1, count, count)
         stand_in = mask.as_subclass(TreeMask)
         stand_in.attention = self
@@ -354,8 +357,8 @@ class TreeAttention:
         return allowed
 
     def mask_of(self, block: Block, keys: Keys, dtype: torch.dtype) -> Tensor | None:
-        """What is added to the scores of those keys of a block that are attended to in part,
-        shape [1, 1, last - first, K]; None for others."""
+        """Additive mask of a block's partially attended keys, shape [1, 1, last - first, K]; None
+        for other keys."""
         if keys.attended != "in part":
             return None
         kept = self._masks.get(block.first)
@@ -369,14 +372,13 @@ class TreeAttention:
         return mask
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """One additive mask for all nodes, shape [1, 1, N, N]: for attention that is not sdpa."""
+        """One additive mask for all nodes, shape [1, 1, N, N]: for attention other than sdpa."""
         count = self._tree.unique_tokens
         allowed = self.allowed(0, count, torch.arange(count, device=self._device))
         return _additive(allowed, dtype)[None, None]
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """What is computed at once."""
         return list(blocks_of(self._tree, self._window, self._device))
 
     def _tensor(self, array: IntArray) -> Tensor:
@@ -431,7 +433,7 @@ class TreeMask(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
-# Called by layers that are compiled; what it needs compiled it compiles itself.
+# Called by compiled layers; it compiles what it needs itself.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _scaled_dot_product_attention(
     query: Tensor,
@@ -444,18 +446,18 @@ def _scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """What stands in for torch's function of this name when its mask is a `TreeMask`."""
+    """Replaces torch's function of this name when its mask is a `TreeMask`."""
     if attn_mask is None or attn_mask.attention is None or dropout_p or is_causal:
         raise TrainingError(
-            "the model's attention changes the mask that it is given, uses dropout or asks for "
-            "causal attention on top; it cannot be trained on a token tree"
+            "the model's attention changes its mask, uses dropout or asks for causal attention in "
+            "addition to the mask; it cannot be trained on a token tree"
         )
     if enable_gqa and key.shape[1] != query.shape[1]:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    # The kernels take one width: latent attention (DeepSeek's) has wider keys than values. Those of
-    # FlexAttention take none below 16.
+    # The kernels need one width: latent attention (DeepSeek's) has wider keys than values.
+    # FlexAttention needs at least 16.
     of_value = value.shape[-1]
     width = max(query.shape[-1], of_value, 16 if query.is_cuda else 0)
     query, key, value = (
@@ -504,7 +506,7 @@ class _BlockAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, result, *sums = ctx.saved_tensors
         attention: TreeAttention = ctx.attention
-        # A shared prefix adds up the parts of every block behind it, too many for bfloat16.
+        # A shared prefix adds up the parts of every block after it, too many for bfloat16.
         exact = torch.promote_types(key.dtype, torch.float32)
         of_query, of_key, of_value = (
             torch.zeros_like(states, dtype=exact) for states in (query, key, value)
@@ -575,8 +577,8 @@ def _causally_backward(
 
 
 def _join(parts: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Outputs [1, heads, B, width] over several keys and their log-sum-exps [1, heads, B] as those
-    over all of them."""
+    """Combine outputs [1, heads, B, width] over several sets of keys by their log-sum-exps
+    [1, heads, B]."""
     (output, total), *others = parts
     for other, sums in others:
         output, total = joined(output, total, other, sums)
@@ -592,16 +594,16 @@ _WITHOUT_EFFECT: dict[str, Any] = {
     "stop_token_ids": (),
 }
 _PASS_TOKENS = 64.0
-"""A pass over few tokens takes about as long as one over this many."""
+"""A pass over fewer tokens takes about as long as one over this many."""
 
 
 @dataclass(frozen=True)
 class PassCost:
-    """What a pass over a tree costs, in units of one token through the layers without attention.
+    """Cost of a pass over a tree, in units of one token through the layers without attention.
 
     Attributes:
         pair: One query attending to one key, in all layers.
-        dense: Whether every node is compared with every other (a full mask), and not just with its
+        dense: Whether every node is compared with every other (a full mask), not only with its
             ancestors.
     """
 
@@ -622,11 +624,11 @@ class PassCost:
         return PassCost(2 * widths / weights, dense)
 
     def __call__(self, tokens: int, pairs: int) -> float:
-        """One pass over a tree of so many nodes, with so many pairs of a node and its ancestor."""
+        """One pass over a tree with `tokens` nodes and `pairs` pairs of a node and its ancestor."""
         return _PASS_TOKENS + tokens + self.pair * (tokens**2 if self.dense else pairs)
 
     def cheapest_tokens(self) -> int:
-        """At how many tokens of a dense pass one of them costs least."""
+        """Number of tokens of a dense pass at which the cost per token is lowest."""
         return max(1, round(math.sqrt(_PASS_TOKENS / self.pair)))
 
 
@@ -635,24 +637,24 @@ def tree_cuts(rows: Sequence[HasIds], max_tokens: int, cost: PassCost) -> list[l
 
     Args:
         rows: Prompt and completion ids of each.
-        max_tokens: Nodes of one tree; a row longer than that is a micro-batch of its own.
-        cost: Of one pass.
+        max_tokens: Nodes of one tree; a longer row is a micro-batch of its own.
+        cost: Cost of one pass.
 
     Returns:
-        Row indices, in lexicographic order of their ids, cut where the passes cost least in all.
+        Row indices, in lexicographic order of their ids, cut so that the total cost is lowest.
     """
     keys = sequence_keys(rows)
     order = sorted(range(len(rows)), key=lambda i: (keys[i], i))
     length = [len(keys[i]) // 4 for i in order]
     shared = [0] + [_shared(keys[a], keys[b]) for a, b in pairwise(order)]
-    best = [0.0]  # least cost of the first i rows
-    begin = [0]  # where the last micro-batch of these begins
+    best = [0.0]  # lowest cost of the first i rows
+    begin = [0]  # start of their last micro-batch
     for stop in range(1, len(order) + 1):
         least, at = float("inf"), stop - 1
-        # Nodes and pairs of the tree of rows [start, stop): with `start` going back, that row adds
-        # what is before the prefix which the row behind it shares with it.
+        # Nodes and pairs of the tree of rows [start, stop): when `start` moves back, that row adds
+        # its part before the prefix that it shares with the row after it.
         tokens = pairs = 0
-        behind = 0  # of row `start + 1`, what row `start` now gives
+        behind = 0  # of row `start + 1`, replaced by what row `start` adds
         for start in range(stop - 1, -1, -1):
             tokens += length[start] - behind
             pairs += _pairs(length[start]) - _pairs(behind)
@@ -673,12 +675,12 @@ def tree_cuts(rows: Sequence[HasIds], max_tokens: int, cost: PassCost) -> list[l
 
 
 def _pairs(length: int) -> int:
-    """Pairs of a node and an ancestor or itself on a path of so many nodes."""
+    """Pairs of a node and an ancestor or itself on a path of `length` nodes."""
     return length * (length + 1) // 2
 
 
 def _shared(one: bytes, other: bytes) -> int:
-    """Ids at the start of both keys."""
+    """Length of the common prefix of both keys, in ids."""
     width = min(len(one), len(other)) // 4
     ids = (np.frombuffer(key, dtype=">u4", count=width) for key in (one, other))
     differs = np.flatnonzero(np.not_equal(*ids))
@@ -694,7 +696,7 @@ def tree_logprobs(
     grammars: Grammars | None = None,
     compiled: bool = False,
 ) -> TokenLogprobs:
-    """As `completion_logprobs`, of a model whose layers attend to keys and values.
+    """Like `completion_logprobs`, for a model whose layers attend to keys and values.
 
     Args:
         windows: For each kind of layer in the model its window, None for unlimited.
@@ -753,13 +755,13 @@ def _distinct(tree: TokenTree, rows: Sequence[Row]) -> tuple[IntArray, IntArray]
     """The U of the T completion tokens that differ in node or settings.
 
     Returns:
-        For each of the U a token that is like it, shape [U], in order of nodes; and for each token
+        For each of the U a token that equals it, shape [U], in order of nodes; and for each token
         which of the U it is, shape [T].
     """
     kinds: dict[tuple[object, ...], int] = {}
     kind_T: list[int] = []
     for row in rows:
-        # What may follow may depend on where the completion began as well.
+        # What may follow may also depend on where the completion began.
         start = len(row.prompt_ids) - row.begun if row.sampling.in_one_part else -1
         key = (replace(row.sampling, **_WITHOUT_EFFECT), start)
         kind = kinds.setdefault(key, len(kinds))

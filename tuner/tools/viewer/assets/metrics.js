@@ -1,4 +1,4 @@
-/* What each cause of a branch is called, and what happened; docs/traces.md has the mends. */
+/* What each cause of a branch is called, and what happened; docs/agents.md has the fixes. */
 const CAUSES = {
   resampled: ["same prompt again", "The same prompt was sampled again: n > 1, a retry, or best-of-n."],
   fork: ["second continuation", "Another call had already gone on from that answer."],

@@ -1,0 +1,466 @@
+"""Candidates, and their rollouts on tasks: the part that `tuner eval`, `select_model()` and
+`tune_prompt()` share.
+
+A candidate is a model, a checkpoint, an adapter or a prompt. `CandidateTrials` makes its rollouts
+and skips those that are on disk; nothing here needs torch until a model is served.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tuner.config import RemoteModel, RunConfig
+from tuner.config.keys import check_path, located
+from tuner.config.schema import LoraSection, SynchronizerSection
+from tuner.config.source import PACKAGE, lookup
+from tuner.errors import ConfigError, TrainingError, TunerError
+from tuner.gateway import SamplingDefaults, Session
+from tuner.rollouts import RolloutRunner, Rollouts
+from tuner.rollouts.chat_models import chat_model, default_kind, remote_client
+from tuner.runs.console import ConsoleMonitor
+from tuner.runs.directory import ADAPTER_CONFIG, MANIFEST, OBJECTS, RunDirectory, damage
+from tuner.runs.estimates import is_run
+from tuner.tasks.datasets import Task
+from tuner.tasks.functions import Signature, WorkflowOutput, as_workflow_output, call_function
+from tuner.traces import RolloutId, Trace, TraceStore, Usage
+from tuner.traces.reading import Count, JsonReader, Text
+from tuner.traces.store import closed, cut_torn_line
+from tuner.tune import Run
+
+# Weights: a model, a checkpoint or a run.
+
+
+_DAMAGED = "delete it, and what it says is found without it"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Weights that are compared with others, or exported.
+
+    Attributes:
+        name: Name for people.
+        path: Folder of a model or an adapter, or a model as `model.model_path` names it.
+        base: An adapter's model, as `model.model_path`; else None.
+        run: The run that it comes from, if that is here.
+        step: The step of that run.
+    """
+
+    name: str
+    path: str
+    base: str | None = None
+    run: RunDirectory | None = None
+    step: int | None = None
+
+    @property
+    def recorded_base(self) -> str | None:
+        """The model that an adapter's own file names; None of what is no adapter."""
+        if not (Path(self.path) / ADAPTER_CONFIG).is_file():
+            return None
+        config = OBJECTS.document(Path(self.path) / ADAPTER_CONFIG, "export or train it again")
+        return config.get("base_model_name_or_path") or None
+
+
+def find_candidate(given: str | Path) -> Candidate:
+    """The weights that a name stands for: a run (its newest checkpoint), a checkpoint, a model."""
+    folder = Path(given).expanduser()
+    place = located(str(given), "the candidate")
+    if place is not None and place.is_file() and not str(given).startswith(PACKAGE):
+        return Candidate(place.name, str(place.resolve()))
+    if not folder.is_dir():
+        if place is None:
+            check_path(str(given), "the candidate", what="model, a checkpoint or a run")
+        return Candidate(str(given), str(given))
+    folder = folder.resolve()
+    run = RunDirectory(folder)
+    # A folder of projects is often called checkpoints, too.
+    if is_run(folder) or run.checkpoint_steps():
+        return _newest(run)
+    if not any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
+        raise TunerError(
+            f"{given} is neither a run, nor a checkpoint, nor a model: it holds no checkpoints/, "
+            f"{ADAPTER_CONFIG} or config.json; give <checkpoint_root_dir>/<project>/<name> or a "
+            "folder in its checkpoints/"
+        )
+    owner = RunDirectory(folder.parent.parent)
+    of_run = folder.parent == owner.checkpoints and owner.config.is_file()
+    return _of_folder(folder, owner if of_run else None)
+
+
+def _newest(run: RunDirectory) -> Candidate:
+    steps = run.checkpoint_steps()
+    if steps:
+        return _of_folder(run.checkpoint(steps[-1]), run)
+    written = OBJECTS.document(run.result, _DAMAGED) if run.result.is_file() else {}
+    folder = written.get("checkpoint") if isinstance(written, dict) else None
+    if folder is None or not Path(folder).is_dir():  # Trinity-RFT's are elsewhere in the run
+        raise TunerError(f"{run.path} has no checkpoint yet: wait for trainer.save_interval")
+    return _of_folder(Path(folder), run)
+
+
+def _of_folder(folder: Path, run: RunDirectory | None) -> Candidate:
+    if (folder / MANIFEST).is_file() and (found := damage(folder)):
+        raise TunerError(f"{folder} is damaged ({found}): take another checkpoint")
+    number = folder.name.rpartition("_")[2]
+    step = int(number) if run is not None and number.isdecimal() else None
+    name = folder.name if run is None else run.path.name
+    name = name if step is None else f"{name} step {step}"
+    candidate = Candidate(name, str(folder), None, run, step)
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return candidate
+    base = (
+        lookup(run.stored_config(), "model.model_path") if run is not None else None
+    ) or candidate.recorded_base
+    if not base:
+        raise TunerError(
+            f"{folder} is an adapter and does not say of which model: write its name as "
+            f"base_model_name_or_path into {ADAPTER_CONFIG}"
+        )
+    return Candidate(name, str(folder), str(base), run, step)
+
+
+def of_configuration(config: RunConfig) -> list[Candidate]:
+    """The weights that its run begins with, and its newest checkpoint if there is one."""
+    model, lora = config.model.model_path, config.model.lora
+    found = [find_candidate(model)]
+    if lora is not None and lora.path is not None:
+        found = [replace(find_candidate(lora.path), base=model)]
+    if RunDirectory(config.run_dir).checkpoint_steps():
+        found.append(find_candidate(config.run_dir))
+    return found
+
+
+def with_weights(config: RunConfig, candidate: Candidate) -> RunConfig:
+    """The configuration with a candidate's weights. Nothing is trained beside generation."""
+    adapters: tuple[LoraSection, ...] = ()
+    if candidate.base is not None:
+        recorded = candidate.recorded_base
+        adapters = (LoraSection(path=candidate.path, base_model_name=recorded),)
+    weights = {"model_path": candidate.base or candidate.path, "lora_configs": adapters}
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update=weights),
+            "synchronizer": SynchronizerSection(),
+        }
+    )
+
+
+# Prompts, and a workflow that is given them.
+
+
+Prompts = Mapping[str, str]
+"""The texts that are searched for, by the names of the components."""
+COMPONENT = "system_prompt"
+"""The name of the only component, where one text is searched for."""
+SEARCH, HELD_OUT = "search", "eval"
+"""Splits of the rows that a search uses, and of those that it never sees."""
+SELECTION = "selection"
+"""Split of the rows that models are compared on."""
+Prices = tuple[float, float]
+"""Money for a million tokens read, and written."""
+WORKFLOW = Signature(
+    "workflow",
+    ("task", "system_prompt"),
+    ("model", "auxiliary_models", "logger"),
+    WorkflowOutput.__name__,
+)
+
+
+@dataclass(frozen=True)
+class PromptedWorkflow:
+    """A workflow of `(task, system_prompt)`, and `model` if it likes, as a run calls workflows."""
+
+    workflow: Callable[..., Any]
+    system_prompt: str | dict[str, str]
+
+    async def __call__(
+        self, task: Task, model: Any, auxiliary_models: Mapping[str, Any], logger: Any
+    ) -> WorkflowOutput:
+        arguments = {
+            "task": task,
+            "model": model,
+            "system_prompt": self.system_prompt,
+            "auxiliary_models": auxiliary_models,
+            "logger": logger,
+        }
+        return as_workflow_output(await call_function(self.workflow, arguments), self.workflow)
+
+
+# `provider/model`, as LiteLLM and DSPy name models, as a URL and the name of a key's variable.
+
+
+@dataclass(frozen=True)
+class Provider:
+    """A provider's OpenAI-compatible API, and the variables with its key and another URL."""
+
+    base_url: str
+    key: str | None
+    base_url_variables: tuple[str, ...] = ()
+
+
+PROVIDERS = {
+    "anthropic": Provider("https://api.anthropic.com/v1", "ANTHROPIC_API_KEY"),
+    "dashscope": Provider(
+        "https://dashscope.aliyuncs.com/compatible-mode/v1",
+        "DASHSCOPE_API_KEY",
+        ("DASHSCOPE_API_BASE",),
+    ),
+    "deepseek": Provider("https://api.deepseek.com/v1", "DEEPSEEK_API_KEY", ("DEEPSEEK_API_BASE",)),
+    "gemini": Provider("https://generativelanguage.googleapis.com/v1beta/openai", "GEMINI_API_KEY"),
+    "groq": Provider("https://api.groq.com/openai/v1", "GROQ_API_KEY"),
+    "mistral": Provider("https://api.mistral.ai/v1", "MISTRAL_API_KEY"),
+    "ollama": Provider("http://localhost:11434/v1", None, ("OLLAMA_API_BASE",)),
+    "openai": Provider(
+        "https://api.openai.com/v1", "OPENAI_API_KEY", ("OPENAI_BASE_URL", "OPENAI_API_BASE")
+    ),
+    "openrouter": Provider("https://openrouter.ai/api/v1", "OPENROUTER_API_KEY"),
+    "together_ai": Provider("https://api.together.xyz/v1", "TOGETHERAI_API_KEY"),
+}
+
+
+def remote_named(name: str) -> RemoteModel:
+    """The model that `provider/model` stands for."""
+    provider, _, model = name.partition("/")
+    found = PROVIDERS.get(provider)
+    if found is None or not model:
+        raise ConfigError(
+            f"PromptTuneConfig.lm_model_name is {name!r}: give provider/model with a provider of "
+            f"{', '.join(PROVIDERS)}, or set reflection_model to a RemoteModel(base_url=..., "
+            "model_name=..., api_key_env=...)"
+        )
+    urls = (os.environ.get(variable) for variable in found.base_url_variables)
+    url = next(filter(None, urls), found.base_url)
+    return RemoteModel(base_url=url, model_name=model, api_key_env=found.key)
+
+
+# Models that serve rollouts when nothing is trained: local, remote, or the workflow's own.
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A model that serves a candidate's rollouts, and the error that ended its engine, or None."""
+
+    runner: RolloutRunner
+    failure: Callable[[], Exception | None] = lambda: None
+
+
+def _check_settings(config: RunConfig) -> None:
+    if config.tuner.workers:
+        raise ConfigError(
+            f"tuner.workers is {config.tuner.workers}, but tune_prompt() and select_model() run "
+            "the workflow and the judge in this process: set it to 0"
+        )
+
+
+@asynccontextmanager
+async def served_here(run: Run, *, workers: bool = False) -> AsyncIterator[Contender]:
+    """The model of the configuration, on an engine of ours, with `tuner.workers` or without."""
+    from tuner.runs.stack import build_stack
+
+    if not workers:
+        _check_settings(run.config)
+    stack = build_stack(run.config, workflow=run.workflow, judge=run.judge, apart=workers)
+    try:
+        assert stack.runner is not None, "prepare_evaluation() wants a workflow"
+        yield Contender(stack.runner, lambda: stack.engine.failure)
+    finally:
+        await stack.aclose()
+
+
+@asynccontextmanager
+async def elsewhere(
+    run: Run,
+    remote: RemoteModel | None,
+    make_model: Callable[[Session], Any] | None = None,
+) -> AsyncIterator[Contender]:
+    """A model behind a URL; None: the workflow brings its own, and no call is seen.
+
+    `make_model` makes the chat model that a session's agent gets; None: one of the gateway's.
+    """
+    from tuner.gateway.relay import Relay
+    from tuner.runs.auxiliary import AuxiliaryModels
+    from tuner.runs.models import choose_device, choose_dtype
+    from tuner.runs.stack import add_auxiliary_models, rollout_settings
+
+    _check_settings(run.config)
+    config, kind = run.config, default_kind()
+    auxiliary = AuxiliaryModels(kind)
+    device = choose_device(config.tuner.device)
+    add_auxiliary_models(auxiliary, config, device, choose_dtype(config.tuner.dtype, device))
+    client = None if remote is None else remote_client(remote, "model.api_key_env")
+    gateway = Relay(client, "none" if remote is None else remote.model_name)
+    assert run.workflow is not None, "prepare_evaluation() wants a workflow"
+    runner = RolloutRunner(
+        gateway,
+        run.workflow,
+        run.judge,
+        make_model=make_model or partial(chat_model, kind=kind),
+        auxiliary_models=auxiliary.opened,
+        settings=replace(rollout_settings(config), needs_calls=remote is not None),
+    )
+    try:
+        yield Contender(runner)
+    finally:
+        await auxiliary.aclose()
+        await gateway.aclose()
+
+
+PER_PRICE = 1_000_000
+"""Tokens that a price is for."""
+
+
+@dataclass
+class Spent:
+    """Cost of a search so far, interrupted parts included; failed rollouts by outcome."""
+
+    rollouts: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    usage: Usage = field(default_factory=Usage)
+    cost: float = 0.0
+    reflections: int = 0
+
+    def add(self, usage: Usage, prices: Prices) -> None:
+        """Count tokens, at prices for a million of them."""
+        self.usage += usage
+        tokens = (usage.input_tokens, usage.output_tokens)
+        self.cost += sum(n * price / PER_PRICE for n, price in zip(tokens, prices, strict=True))
+
+
+class CandidateLog:
+    """The candidates by number, one line each, in the order in which they were first tried.
+
+        {"number": 2, "prompts": {"system_prompt": "..."}}
+
+    `what` is the key of the candidate in its line.
+    """
+
+    def __init__(self, path: Path, what: str = "prompts") -> None:
+        self._path, self._what = path, what
+        self._numbers: dict[tuple[tuple[str, str], ...], int] = {}
+        form = closed("TriedCandidate", {"number": Count, what: dict[Text, Text]})
+        lines = JsonReader[dict[str, Any]](form, "a candidate").lines
+        for _, _, row in lines(path, "give this search another experiment_name to start over"):
+            self._numbers[_key(row[what])] = row["number"]
+
+    def number(self, prompts: Prompts) -> int:
+        """The number of a candidate, which it keeps."""
+        key = _key(prompts)
+        if key not in self._numbers:
+            number = max(self._numbers.values(), default=-1) + 1
+            cut_torn_line(self._path)
+            with self._path.open("ab") as file:
+                line = json.dumps({"number": number, self._what: dict(prompts)}, ensure_ascii=False)
+                file.write(line.encode(errors="backslashreplace") + b"\n")
+            self._numbers[key] = number
+        return self._numbers[key]
+
+
+def _key(prompts: Prompts) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted(prompts.items()))
+
+
+@dataclass(eq=False)
+class CandidateTrials:
+    """Makes the rollouts of candidates; those that the store has are not run again.
+
+    Rollout k of a task is the k-th time that a candidate is tried on it. Its trace has the
+    candidate's number as step, and the monitor shows it as it ends.
+    """
+
+    tasks: Mapping[str, Sequence[Task]]
+    store: TraceStore | None
+    monitor: ConsoleMonitor
+    max_running: int
+    abort_on_failure: bool = False
+
+    def known(self, split: str, number: int) -> list[Trace]:
+        """Every recorded attempt of a candidate."""
+        return [] if self.store is None else self.store.read(split, number)
+
+    async def run(
+        self,
+        contender: Contender,
+        ids: Sequence[RolloutId],
+        defaults: SamplingDefaults,
+        *,
+        known: Sequence[Trace] = (),
+        workflow: Callable[..., Any] | None = None,
+    ) -> list[Trace]:
+        """Every attempt at these rollouts, sorted by rollout; `known` ones are not run again."""
+        wanted = {id: self.tasks[id.split][id.task] for id in ids}
+        runner = contender.runner
+        if workflow is not None:
+            runner = replace(runner, workflow=workflow)
+        traces = await Rollouts(runner, self.store, max_running=self.max_running).run(
+            wanted,
+            defaults,
+            known=[trace for trace in known if trace.id in wanted],
+            abort_on_failure=self.abort_on_failure,
+            on_trace=lambda trace: self.monitor.rollout_done(trace) if trace.final else None,
+        )
+        if (failure := contender.failure()) is not None:
+            raise TrainingError(str(failure))
+        return traces
+
+
+@dataclass(eq=False)
+class PromptTrials:
+    """Makes the rollouts of prompts, numbers the prompts and counts what they cost.
+
+    A search that is started again with the same seed asks for the same rollouts, so those on disk
+    are not run again. A workflow gets a text where `single`, else a dict.
+    """
+
+    workflow: Callable[..., Any]
+    contender: Contender
+    trials: CandidateTrials
+    log: CandidateLog
+    defaults: SamplingDefaults
+    single: bool
+    prices: Prices
+    spent: Spent = field(default_factory=Spent)
+    _tries: Counter[tuple[str, int, int]] = field(default_factory=Counter, init=False)
+    _known: dict[tuple[str, int], list[Trace]] = field(default_factory=dict, init=False)
+
+    @property
+    def tasks(self) -> Mapping[str, Sequence[Task]]:
+        return self.trials.tasks
+
+    async def run(self, prompts: Prompts, split: str, rows: Sequence[int]) -> list[Trace]:
+        """One rollout of a candidate on each of these rows, in their order."""
+        number = self.log.number(prompts)
+        ids = []
+        for row in rows:
+            ids.append(RolloutId(number, row, self._tries[split, number, row], split))
+            self._tries[split, number, row] += 1
+        if (split, number) not in self._known:  # as it was on disk when this began
+            self._known[split, number] = self.trials.known(split, number)
+        given = dict(prompts)
+        traces = await self.trials.run(
+            self.contender,
+            ids,
+            self.defaults,
+            known=self._known[split, number],
+            workflow=PromptedWorkflow(
+                self.workflow, next(iter(given.values())) if self.single else given
+            ),
+        )
+        self._count(traces)
+        final = {trace.id: trace for trace in traces if trace.final}
+        return [final[id] for id in ids]
+
+    def _count(self, traces: Sequence[Trace]) -> None:
+        for trace in traces:
+            self.spent.add(trace.usage, self.prices)
+            self.spent.cost += trace.metrics.get("judge_cost", 0.0)
+            if trace.final:
+                self.spent.rollouts += 1
+                if trace.reward is None:
+                    self.spent.failed[trace.outcome.value] += 1
