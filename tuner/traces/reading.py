@@ -34,6 +34,7 @@ class _AnyText:
 
 
 Text = Annotated[str, _AnyText()]
+Name = Annotated[str, Field(strict=True, min_length=1)]  # of a file, too: no halves of pairs
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**53)]
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**32)]
 Integer = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**64)]

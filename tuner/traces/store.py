@@ -348,8 +348,8 @@ def stored_form(hint: Any, packed: Mapping[str, Any] | None = None) -> Any:
 
 def closed(name: str, forms: Mapping[str, Any]) -> Any:
     """The type of a dict with these fields and no others."""
-    made: Any = TypedDict(name, dict(forms))  # type: ignore[misc]
-    made.__pydantic_config__ = {"extra": "forbid"}
+    made = TypedDict(name, dict(forms))  # type: ignore[misc]  # noqa: UP013
+    setattr(made, "__pydantic_config__", {"extra": "forbid"})  # noqa: B010
     return made
 
 
@@ -358,7 +358,7 @@ _DISTINCT = {"messages": _MESSAGES, "tools": list[_MESSAGES]}
 
 
 def _packed_call() -> Any:
-    ids, numbers = (tuple[Count, Count, list[item]] for item in (TokenId, Count))
+    ids, numbers = tuple[Count, Count, list[TokenId]], tuple[Count, Count, list[Count]]
     packed = {"prompt_ids": ids, "messages": numbers, "response": Count, "tools": Count}
     return stored_form(Call, packed)
 

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from tuner.traces.call import Call, Usage
-from tuner.traces.reading import Count
+from tuner.traces.reading import Count, Name
 
 
 class Outcome(StrEnum):
@@ -41,7 +41,7 @@ class RolloutId:
     step: Count
     task: Count
     rollout: Count
-    split: str = "train"
+    split: Name = "train"
 
     def __str__(self) -> str:
         return f"{self.split}-{self.step}-{self.task}-{self.rollout}"

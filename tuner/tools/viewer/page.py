@@ -29,7 +29,6 @@ from tuner.tools.viewer.index import (
     TraceRow,
     branch_rows,
     causes,
-    clean,
     identity,
 )
 from tuner.tools.viewer.queries import changes, summary, tasks_over_time, tree
@@ -180,11 +179,10 @@ class RunReader:
         for call in calls:
             ids.update(call["prompt_ids"], call["completion_ids"])
         vocabulary = self.vocabulary()
-        id_ = RolloutId(**stored["id"] | {"split": clean(stored["id"]["split"])})
         return {
             "trace": stored,
             "branches": found,
-            "tree": tree(self.traces, id_) if stored["final"] else None,
+            "tree": tree(self.traces, RolloutId(**stored["id"])) if stored["final"] else None,
             "vocabulary": vocabulary.texts(ids),
             "characters": [
                 {
