@@ -22,7 +22,7 @@ from _report import Row, report
 
 from tuner.engines import SamplingParams
 from tuner.traces import Call, Outcome, RolloutId, Trace, branches
-from tuner.traces.store import to_plain, trace_from_json, trace_to_json
+from tuner.traces.store import TRACES, to_plain, trace_to_json
 
 VOCABULARY = 151_936
 SYSTEM, SAID, READ = 2000, 150, 350
@@ -106,17 +106,17 @@ def milliseconds(works: Sequence[Callable[[], Any]], repeats: int) -> list[float
 def measure(case: str, trace: Trace, repeats: int) -> list[Row]:
     old, new = first_format(trace), packed(trace)
     for line in (old, new):
-        if trace_from_json(json.loads(line)) != trace:
+        if TRACES.parse(line.encode()) != trace:
             raise AssertionError("a line does not read back as the trace it was made of")
     numbers = {
         "kB": [len(line.encode()) / 1000 for line in (new, old)],
         "ms to write": milliseconds([lambda: packed(trace), lambda: first_format(trace)], repeats),
         "ms to read": milliseconds(
-            [lambda: trace_from_json(json.loads(new)), lambda: trace_from_json(json.loads(old))],
+            [lambda: TRACES.parse(new.encode()), lambda: TRACES.parse(old.encode())],
             repeats,
         ),
     }
-    stored = trace_from_json(json.loads(new))
+    stored = TRACES.parse(new.encode())
     (seconds,) = milliseconds([lambda: branches(stored.calls)], repeats)
     print(f"{case}: {len(branches(stored.calls))} branches found in {seconds:.1f} ms")
     return [

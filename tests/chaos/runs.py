@@ -29,7 +29,7 @@ from tests.kit.runs import judge
 from tuner.errors import TunerError
 from tuner.runs.directory import RunDirectory, damage
 from tuner.traces import read_traces
-from tuner.traces.store import complete_lines
+from tuner.traces.reading import complete_lines
 
 PATIENCE = 300.0
 """Seconds after which a run that was told to end counts as one that does not."""

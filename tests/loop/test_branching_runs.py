@@ -146,7 +146,7 @@ def test_a_damaged_note_is_named(random_model_path, tmp_path):
     forked.run(begin, str(random_model_path), str(tmp_path), "update:4", *TREE)
     notes = tmp_path / "p" / "run" / "branching.jsonl"
     notes.write_text("{}\n" + notes.read_text())
-    with pytest.raises(TunerError, match=r"branching\.jsonl, line 1 is no note"):
+    with pytest.raises(TunerError, match=r"branching\.jsonl, line 1 is not a note"):
         tune(random_model_path, tmp_path, *TREE)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.kit.builders import call
 from tuner.errors import TunerError
-from tuner.serving.serving_store import ServingStore, StoredReply
+from tuner.serving.serving_store import DamagedSession, ServingStore, StoredReply
 from tuner.traces import Outcome, RolloutId
 from tuner.traces.store import trace_from_json, trace_to_json
 
@@ -305,3 +305,36 @@ def test_what_was_committed_outlives_a_process_that_is_killed(path):
     assert [stored.call for stored in store.calls("s-1")] == conversation()
     assert not store.session("s-1").judged
     store.close()
+
+
+WRONG = ["{", "text", "[1]", "null", None, -1, 10**18, b"\xff", '{"a":' * 300 + "1" + "}" * 300]
+
+
+def test_a_damaged_row_is_named_and_the_other_sessions_are_read(store, path):
+    """Each column that a session is read from, by each wrong value."""
+    for id_ in ("s-1", "s-2"):
+        opened(store, id_, task={"q": "?"}, tags=["a"])
+        store.add_calls(id_, conversation(name=id_))
+    with sqlite3.connect(path) as file:
+        columns = {name: kind for _, name, kind, *_ in file.execute("PRAGMA table_info(sessions)")}
+    refused, said = 0, set()
+    for table, column, key in (
+        *(("sessions", name, "id = 's-1'") for name in columns.keys() - {"id", "key", "number"}),
+        *(("calls", name, "id = 's-1-1'") for name in ("data", "reward")),
+    ):
+        ((whole,), *_) = store.ask(f'SELECT "{column}" FROM {table} WHERE {key}')
+        for wrong in WRONG:
+            try:
+                store.change(f'UPDATE {table} SET "{column}" = ? WHERE {key}', wrong)
+            except sqlite3.IntegrityError:
+                continue
+            try:
+                store.trace("s-1")
+            except DamagedSession as error:
+                refused += 1
+                said.add((str(error).partition(" in ")[0], error.status))
+            assert "s-2" in [session.id for session in store.sessions()]
+            assert "s-2" in [session.id for session in store.every()]
+            store.change(f'UPDATE {table} SET "{column}" = ? WHERE {key}', whole)
+    assert refused > 50
+    assert said == {("session s-1 is damaged", 410)}

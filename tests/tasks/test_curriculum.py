@@ -197,8 +197,8 @@ def test_what_a_file_does_not_tell_is_an_error_and_no_guess(tmp_path):
     for damaged, said in (
         ([*whole[:3], *whole[4:]], "after the results of step 1"),
         (whole[2:], "after the tasks of step 0"),
-        (["nonsense\n", *whole], "line 1 is no note"),
-        ([whole[0].replace("[", "[99, ", 1), *whole[1:]], "line 1 is no note"),
+        (["nonsense\n", *whole], "line 1 is not a note"),
+        ([whole[0].replace("[", "[99, ", 1), *whole[1:]], "line 1 is not a note"),
     ):
         notes.write_text("".join(damaged))
         with pytest.raises(TunerError, match=said):

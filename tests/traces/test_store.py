@@ -182,7 +182,7 @@ def test_a_file_of_a_later_version_is_refused_by_its_format(tmp_path):
     store = TraceStore(tmp_path)
     later = {**trace_to_json(trace(0, 0, [])), "format": 3}
     store.path("train", 1).write_text(json.dumps(later) + "\n")
-    with pytest.raises(TunerError, match=r"line 1 .*format is 3; this version reads up to 2"):
+    with pytest.raises(TunerError, match=r"line 1 .*format: input should be 2, not 3: it is of"):
         store.read("train", 1)
 
 

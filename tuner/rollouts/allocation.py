@@ -364,7 +364,10 @@ class Positions:
     def restored(cls, state: Mapping[str, Any]) -> Positions:
         """Restore a result of `state`."""
         found = cls()
-        found.sums = {name: np.array(state["sums"][name]) for name in found.sums}
+        new = found.sums
+        found.sums = {name: np.array(state["sums"][name], dtype=float) for name in new}
+        if any(one.shape != new[name].shape for name, one in found.sums.items()):
+            raise ValueError("sums has not one number for each position")
         found.totals = {name: float(state["totals"][name]) for name in found.totals}
         return found
 

@@ -32,7 +32,8 @@ from tuner.rollouts.runner import Again, RolloutRunner
 from tuner.tasks.loading import load_function
 from tuner.tasks.selection import derive_seed
 from tuner.traces import Call, Outcome, RolloutId, Trace
-from tuner.traces.store import complete_lines
+from tuner.traces.reading import Count, JsonReader, Number, Text
+from tuner.traces.store import closed
 from tuner.training.forks import Point, resolved, trunk_of
 
 # Where branches begin, given what is known before: each rule draws, and then looks.
@@ -264,6 +265,12 @@ def _seen(trace: Trace) -> Seen:
 Run = Callable[[Sequence[RolloutId], Mapping[RolloutId, Again]], Awaitable[list[Trace]]]
 
 
+_SEEN = closed("Seen", {"sums": dict[Text, list[Number]], "totals": dict[Text, Number]})
+_NOTES = JsonReader[dict[str, Any]](
+    closed("BranchingNote", {"step": Count, "state": closed("State", {"seen": _SEEN})}), "a note"
+)
+
+
 @dataclass(eq=False)
 class Branching:
     """Runs groups in which some rollouts branch from others.
@@ -332,17 +339,16 @@ class Branching:
         Raises:
             TunerError: The file is damaged.
         """
-        if self.notes is None or not self.notes.exists():
+        if self.notes is None or not os.path.lexists(self.notes):
             return
         kept = 0
-        for number, line in complete_lines(self.notes):
+        for number, line, row in _NOTES.lines(self.notes):
+            if row["step"] > step:
+                break
             try:
-                row = json.loads(line)
-                if int(row["step"]) > step:
-                    break
                 self.where = self.where.restored(row["state"])
-            except (ValueError, LookupError, TypeError) as error:
-                raise TunerError(f"{self.notes}, line {number} is no note: {error!r}") from error
+            except (ValueError, LookupError) as error:
+                raise TunerError(f"{self.notes}, line {number} is not a note: {error!r}") from error
             kept += len(line)
         os.truncate(self.notes, kept)
 

@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from tuner.config import RunConfig
-from tuner.errors import TrainingError, TunerError
+from tuner.errors import TrainingError
 from tuner.gateway import SamplingDefaults
 from tuner.rollouts.branching import Branching
 from tuner.rollouts.limits import Ending
 from tuner.rollouts.runner import Again, RolloutRunner, panels_of
 from tuner.tasks.selection import Curriculum, batch_indices
 from tuner.traces import Outcome, RolloutId, Trace, TraceStore
-from tuner.traces.store import complete_lines, cut_torn_line
+from tuner.traces.reading import Count, JsonReader
+from tuner.traces.store import closed, cut_torn_line
 
 # Which groups of a run are begun when, and which a step takes: collection ahead of training.
 #
@@ -297,6 +298,11 @@ class Schedule(Generic[T]):
 # Which groups each step takes, noted before they are trained.
 
 
+_BATCHES = JsonReader[dict[str, Any]](
+    closed("TakenGroups", {"step": Count, "groups": list[Count]}), "a batch"
+)
+
+
 class BatchLog:
     """One line per step, written before it is trained, so that a killed run takes it again.
 
@@ -310,20 +316,13 @@ class BatchLog:
 
     def read(self) -> dict[int, list[int]]:
         """The groups of each step; a torn last line is left out."""
-        found = {}
-        for number, line in complete_lines(self._path):
-            try:
-                row = json.loads(line)
-                found[int(row["step"])] = [int(group) for group in row["groups"]]
-            except (ValueError, LookupError, TypeError) as error:
-                raise TunerError(f"{self._path}, line {number} is no batch: {error!r}") from error
-        return found
+        return {row["step"]: row["groups"] for _, _, row in _BATCHES.lines(self._path)}
 
     def cut(self, step: int) -> None:
         """Forget what this step and later ones took."""
         if not self._path.exists():
             return
-        kept = [line for _, line in complete_lines(self._path) if json.loads(line)["step"] < step]
+        kept = [line for _, line, row in _BATCHES.lines(self._path) if row["step"] < step]
         unfinished = self._path.with_name(f".{self._path.name}")
         unfinished.write_bytes(b"".join(kept))
         unfinished.replace(self._path)

@@ -24,13 +24,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from filelock import FileLock, Timeout
+from pydantic import AfterValidator
 
 from tuner.config import RunConfig
 from tuner.errors import ConfigError, TunerError
-from tuner.traces.store import complete_lines
+from tuner.traces.reading import AnyNumber, Integer, InvalidRecord, JsonReader, Text
 
 TRAINER_STATE = "trainer_state.pt"
 ADAPTER_CONFIG = "adapter_config.json"  # peft's
@@ -63,13 +64,20 @@ class RunDirectory:
         return self.metrics.exists() or any(self.traces.glob("*.jsonl"))
 
     def stored_config(self) -> dict[str, Any]:
-        """The effective configuration as it is on disk, unchecked; empty where there is none."""
+        """The effective configuration as it is on disk, unchecked; empty where there is none.
+
+        Raises:
+            ConfigError: The file is damaged.
+        """
         import yaml
 
-        if not self.config.is_file():
+        if not os.path.lexists(self.config):
             return {}
-        found = yaml.safe_load(self.config.read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
+        try:  # libyaml, which is faster, ends the process where nesting is deep
+            return OBJECTS.check(yaml.safe_load(self.config.read_bytes()))
+        except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+            said = " ".join(str(error).split())
+            raise ConfigError(f"{self.config} is not a configuration: {said:.300}") from error
 
     def create(self) -> None:
         self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -170,10 +178,12 @@ def damage(folder: Path) -> str:
     """What of a checkpoint is not as its manifest says; empty where all is. More files may be
     there."""
     try:
-        wanted = dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
+        wanted = _MANIFESTS.parse((folder / MANIFEST).read_bytes())
         found = _checksums(folder)
-    except (OSError, ValueError, TypeError) as error:
-        if isinstance(error, OSError) and error.errno != errno.EIO:
+    except InvalidRecord as error:
+        return f"{MANIFEST}: {error}"
+    except OSError as error:
+        if error.errno not in (errno.EIO, errno.EISDIR, errno.ELOOP):
             raise  # nothing is known of what is there
         return f"{type(error).__name__}: {error}"
     return ", ".join(
@@ -183,19 +193,9 @@ def damage(folder: Path) -> str:
     )
 
 
-def read_json(path: Path, remedy: str) -> Any:
-    """What a file of a run holds.
-
-    Args:
-        remedy: What to do where it is damaged.
-
-    Raises:
-        TunerError: It is missing or not JSON.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError) as error:
-        raise TunerError(f"{path} is damaged: {type(error).__name__}: {error}; {remedy}") from error
+OBJECTS = JsonReader[dict[str, Any]](dict[Text, Any], "a JSON object")
+_MANIFESTS = JsonReader[dict[str, str]](dict[str, str], "a manifest")
+DIGESTS = JsonReader[dict[str, str]](dict[Text, str], "digests of data by their names")
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -205,20 +205,28 @@ def write_atomically(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def read_metrics(path: Path, *, up_to: int) -> list[dict[str, Any]]:
-    """Metrics of the steps up to `up_to`; a torn last line and later steps are left out."""
-    rows = []
-    for number, line in complete_lines(path):
-        try:
-            row = json.loads(line)
-            if row["step"] <= up_to:
-                rows.append(row)
-        except (ValueError, TypeError, LookupError) as error:
-            raise TunerError(
-                f"{path}, line {number} is not a step's metrics: {error!r}; delete the line, and "
-                "the run goes on without them in its history"
-            ) from error
-    return rows
+def read_metrics(path: Path, *, up_to: int, skip: bool = False) -> list[dict[str, Any]]:
+    """Metrics of the steps up to `up_to`; a torn last line and later steps are left out.
+
+    Args:
+        skip: Leave damaged lines out and log how many and which, instead of raising.
+
+    Raises:
+        TunerError: A line is damaged, or the file cannot be read.
+    """
+    remedy = "delete the line, and the run goes on without them in its history"
+    return [row for _, _, row in METRICS.lines(path, remedy, skip=skip) if row["step"] <= up_to]
+
+
+def _with_step(row: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(row.get("step"), int) or row["step"] < 0:
+        raise ValueError(f"step is {row.get('step')!r:.60}: the number of a step is wanted")
+    return row
+
+
+METRICS = JsonReader[dict[str, Any]](
+    Annotated[dict[Text, Integer | AnyNumber], AfterValidator(_with_step)], "a step's metrics"
+)
 
 
 def free_name(path: Path) -> Path:
@@ -425,11 +433,9 @@ def check_same_run(
         and not any(fnmatchcase(key, one) or fnmatchcase(key, f"{one}.*") for one in may_change)
     ]
     data_file = directory.path / "data.json"
-    if data_file.exists():
+    if os.path.lexists(data_file):
         remedy = "delete it if the datasets are as they were: it is written again"
-        data = read_json(data_file, remedy)
-        if not isinstance(data, dict):
-            raise TunerError(f"{data_file} is damaged: it holds no object; {remedy}")
+        data = DIGESTS.document(data_file, remedy)
         unknown = set(WEIGHTS) - (data.keys() & fingerprint.keys())  # earlier version's, Hub's
         changes += [
             f"the weights at {name} have changed"

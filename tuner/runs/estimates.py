@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from tuner.errors import TunerError
-from tuner.runs.directory import RunDirectory, leaves, read_json, read_metrics
+from tuner.runs.directory import DIGESTS, RunDirectory, leaves, read_metrics
 from tuner.traces import Trace
 
 CONFIDENCE = 0.95
@@ -194,12 +195,13 @@ def read_run(path: Path) -> RunSummary:
     check_is_run(path)
     directory = RunDirectory(path)
     config, data = directory.stored_config(), path / "data.json"
-    rows = read_json(data, "delete it: it only identifies rows") if data.exists() else {}
+    there = os.path.lexists(data)
+    rows = DIGESTS.document(data, "delete it: it only identifies rows") if there else {}
     settings = dict(leaves(config, lists=True)) if config else {}
     return RunSummary(
         name=path.resolve().name,
         settings=settings | {f"rows of {name}": digest[:8] for name, digest in rows.items()},
-        metrics=read_metrics(directory.metrics, up_to=sys.maxsize),
+        metrics=read_metrics(directory.metrics, up_to=sys.maxsize, skip=True),
     )
 
 

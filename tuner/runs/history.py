@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import sqlite3
 from array import array
 from collections import Counter, defaultdict
@@ -33,7 +34,8 @@ from tuner.gateway import ChatRenderer
 from tuner.runs.recorded import Example, Examples, Turn, Unusable, conversation, pair, trained_turns
 from tuner.tasks.datasets import described, row_text
 from tuner.traces import Call, Outcome, RolloutId, Trace, read_traces
-from tuner.traces.store import SERVED, complete_lines
+from tuner.traces.reading import InvalidRecord, JsonReader, complete_lines
+from tuner.traces.store import SERVED
 
 # Logs of chats without tokens, read as conversations: OpenAI's JSON lines and spans of
 # OpenTelemetry.
@@ -335,6 +337,8 @@ def read_log(path: Path, lines: Iterator[tuple[int, Any]]) -> Iterator[tuple[int
             raise DatasetError(f"{path}, line {number}: {said}") from None
 
 
+logger = logging.getLogger("tuner")
+
 # Sources of recorded rollouts: runs, files of traces, a server's store, logs of chats.
 
 
@@ -421,13 +425,16 @@ def _of_file(path: Path) -> Iterator[Stored | LogRow | str]:
         return
     if is_trace(first[1]):
         folder = str(path.parent.resolve())
-        yield from (Stored(trace, folder) for trace in read_traces(path))
+        yield from (Stored(trace, folder) for trace in read_traces(path, skip=True))
         return
     for number, found in read_log(path, _objects(path)):
         if found.row is None:
             yield found.reason or "nothing"
         else:
             yield LogRow(f"{path}, line {number}", found.row, found.started)
+
+
+_VALUES = JsonReader[Any](Any, "JSON")
 
 
 def _objects(path: Path) -> Iterator[tuple[int, Any]]:
@@ -437,12 +444,12 @@ def _objects(path: Path) -> Iterator[tuple[int, Any]]:
             if not line.strip():
                 continue
             try:
-                yield number, json.loads(line)
-            except ValueError as error:
+                yield number, _VALUES.parse(line)
+            except InvalidRecord as error:
                 raise DatasetError(f"{path}, line {number} is not JSON: {error}") from None
 
 
-def _served(path: Path) -> Iterator[Stored]:
+def _served(path: Path) -> Iterator[Stored | str]:
     """The sessions in a server's store; the server may be running."""
     module, name = SESSIONS
     try:
@@ -452,8 +459,14 @@ def _served(path: Path) -> Iterator[Stored]:
     try:
         for session in store.every():
             group = session.group and f"{session.application}: {session.group}"
+            try:
+                trace = store.trace(session.id)
+            except TunerError as error:
+                logger.warning("left out: %s", error)
+                yield "damaged_session"
+                continue
             yield Stored(
-                store.trace(session.id),
+                trace,
                 str(path.resolve()),
                 group=group,
                 tags=frozenset(session.tags),

@@ -13,6 +13,7 @@ resumes.
 from __future__ import annotations
 
 import io
+import os
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -21,10 +22,10 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, Field
 
-from tuner.errors import TunerError
 from tuner.rollouts.groups import BatchLog, taken_until
 from tuner.runs.directory import RunDirectory, write_atomically
 from tuner.traces import Trace, read_traces
+from tuner.traces.reading import JsonReader
 from tuner.traces.store import trace_line, trace_to_json
 
 if TYPE_CHECKING:
@@ -105,17 +106,14 @@ class RebaseRecord(BaseModel):
         return table(self)
 
 
+_RECORDS = JsonReader[RebaseRecord](RebaseRecord, "the record of a rebase")
+
+
 def read_rebase(directory: RunDirectory) -> RebaseRecord | None:
     """The record in a run directory; None if the run continues from no other."""
-    if not directory.rebase.exists():
+    if not os.path.lexists(directory.rebase):
         return None
-    try:
-        return RebaseRecord.model_validate_json(directory.rebase.read_bytes())
-    except ValueError as error:
-        first = next(iter(str(error).splitlines()), "")
-        raise TunerError(
-            f"{directory.rebase} is damaged: {first}; delete {directory.path} and rebase again"
-        ) from error
+    return _RECORDS.document(directory.rebase, f"delete {directory.path} and rebase again")
 
 
 class Rebased:

@@ -14,7 +14,6 @@ from typing import Any
 from tuner.config import RunConfig
 from tuner.config.keys import located
 from tuner.config.load import checked, read_layers
-from tuner.errors import TunerError
 from tuner.runs.console import ConsoleMonitor, JsonlMonitor
 from tuner.runs.directory import (
     TRAINER_STATE,
@@ -24,7 +23,6 @@ from tuner.runs.directory import (
     free_name,
     held,
     may_change_here,
-    read_json,
     read_metrics,
     write_atomically,
 )
@@ -34,6 +32,8 @@ from tuner.runs.timeline import Timeline
 from tuner.runs.trackers import Tracker, open_trackers
 from tuner.tasks.datasets import LazyRows, row_text
 from tuner.traces import Outcome, Trace
+from tuner.traces.reading import Count, JsonReader
+from tuner.traces.store import closed
 from tuner.training.trainer import PolicyTrainer
 
 Task = dict[str, Any]
@@ -203,6 +203,10 @@ class RunRecord:
             stack.callback(self.timeline.close)
 
 
+_RESULTS = JsonReader[TuneResult](TuneResult, "a result")
+_VERSIONS = JsonReader[dict[str, int]](closed("Version", {"version": Count}), "a version")
+
+
 def version_of(checkpoint: Path) -> int:
     """How many updates the weights of a checkpoint have seen.
 
@@ -211,10 +215,7 @@ def version_of(checkpoint: Path) -> int:
     """
     path = checkpoint / "version.json"
     remedy = f"move {checkpoint} away, and the run goes on from the checkpoint before"
-    try:
-        return int(read_json(path, remedy)["version"])
-    except (LookupError, TypeError, ValueError) as error:
-        raise TunerError(f"{path} is damaged: {error!r}; {remedy}") from error
+    return _VERSIONS.document(path, remedy)["version"]
 
 
 @contextmanager
@@ -302,14 +303,10 @@ def read_result(directory: RunDirectory, total_steps: int) -> TuneResult:
 
 
 def _stored_result(directory: RunDirectory) -> TuneResult:
-    try:
-        return TuneResult.model_validate_json(directory.result.read_bytes())
-    except ValueError as error:
-        first = next(iter(str(error).splitlines()), "")
-        raise TunerError(
-            f"{directory.result} is damaged: {first}; delete it and start again: it is written "
-            "anew from metrics.jsonl, and nothing is trained"
-        ) from error
+    return _RESULTS.document(
+        directory.result,
+        "delete it and start again: it is written anew from metrics.jsonl, and nothing is trained",
+    )
 
 
 def fingerprint_of(tasks: Sequence[Task]) -> str:

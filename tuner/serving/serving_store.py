@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import sqlite3
 import time
@@ -30,7 +31,20 @@ from tuner.gateway.request_error import RequestError
 from tuner.gateway.service import Replay, Reply
 from tuner.gateway.sessions import KeptResponse
 from tuner.traces import Call, Outcome, ReasoningPolicy, RolloutId, Trace
-from tuner.traces.store import FORMAT, Packer, call_packer, from_plain, to_plain, trace_line, unpack
+from tuner.traces.reading import Count, InvalidRecord, JsonReader, Number
+from tuner.traces.store import (
+    FORMAT,
+    STORED_CALLS,
+    Packer,
+    call_packer,
+    from_plain,
+    stored_form,
+    to_plain,
+    trace_line,
+    unpack,
+)
+
+logger = logging.getLogger("tuner.serving")
 
 # The file of a server: its tables, what a row of them is, transactions, and who may read beside.
 #
@@ -120,20 +134,20 @@ class StoredSession:
     application: str | None
     group: str | None
     seed: int
-    task_number: int
-    rollout: int
+    task_number: Count
+    rollout: Count
     opened: float
     last_call: float | None
     ended: float | None
-    calls: int
-    sampled_tokens: int
-    redacted: int
-    lowest: int | None
-    highest: int | None
+    calls: Count
+    sampled_tokens: Count
+    redacted: Count
+    lowest: Count | None
+    highest: Count | None
     reward: float | None
     feedback: str | None
     judged: bool
-    trained: int | None
+    trained: Count | None
     task: dict[str, Any] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
     tags: tuple[str, ...] = ()
@@ -169,6 +183,13 @@ class StoredReply:
     request: bytes
     body: bytes
     content_type: str
+
+
+class DamagedSession(TunerError, RequestError):
+    """A row of a session in the store cannot be used; the client gets a 410 with the sentence."""
+
+    def __init__(self, problem: str) -> None:
+        RequestError.__init__(self, problem, status=410, code="damaged_session")
 
 
 def trace_of(session: StoredSession, stored: Sequence[StoredCall]) -> Trace:
@@ -460,6 +481,10 @@ class Replies(Tables):
 _PACKERS = 4096  # sessions whose calls can be added to without reading what is there
 
 
+_VALUES = JsonReader[Any](Any, "JSON")
+_SESSIONS = JsonReader[dict[str, Any]](lambda: stored_form(StoredSession), "a session")
+_REWARDS = JsonReader[float | None](Number | None, "a reward")
+_RESPONSES = JsonReader[dict[str, Any]](lambda: stored_form(KeptResponse), "a response")
 _JSON = ("task", "metadata", "tags", "limits", "sampling")
 _COLUMNS = ", ".join(f'"{one.name}"' for one in fields(StoredSession))
 
@@ -566,14 +591,25 @@ class ServingStore(Replies):
         return found[0]
 
     def _sessions(self, rest: str, *values: Any) -> list[StoredSession]:
-        names = [one.name for one in fields(StoredSession)]
-        found = []
-        for row in self.ask(f"SELECT {_COLUMNS} FROM sessions {rest}", *values):
-            data = dict(zip(names, row, strict=True))
-            data |= {name: json.loads(data[name]) for name in _JSON}
-            data |= {"tags": tuple(data["tags"]), "judged": bool(data["judged"])}
-            found.append(StoredSession(**data))
-        return found
+        rows = self.ask(f"SELECT {_COLUMNS} FROM sessions {rest}", *values)
+        return [self._session(row) for row in rows]
+
+    def _session(self, row: Sequence[Any]) -> StoredSession:
+        data = dict(zip((one.name for one in fields(StoredSession)), row, strict=True))
+        with self._damaged(data["id"]):
+            data |= {name: _VALUES.parse(str(data[name]).encode()) for name in _JSON}
+            data["judged"] = bool(data["judged"])
+            return from_plain(StoredSession, _SESSIONS.check(data))
+
+    @contextmanager
+    def _damaged(self, id_: Any) -> Iterator[None]:
+        """What is wrong with a row of a session, as a `DamagedSession`."""
+        try:
+            yield
+        except (InvalidRecord, LookupError) as error:
+            raise DamagedSession(
+                f"session {id_!s:.40} is damaged in {self.path}: {error}"
+            ) from error
 
     def sessions(
         self,
@@ -605,14 +641,24 @@ class ServingStore(Replies):
             asked.append(("EXISTS (SELECT 1 FROM json_each(tags) WHERE value = ?)", tag))
         where = " AND ".join(condition for condition, _ in asked)
         values = [value for _, value in asked]
-        return self._sessions(f"WHERE {where} ORDER BY id LIMIT ?", *values, limit)
+        rest = f"FROM sessions WHERE {where} ORDER BY id LIMIT ?"
+        found = list[StoredSession]()
+        for row in self.ask(f"SELECT {_COLUMNS} {rest}", *values, limit):
+            try:
+                found.append(self._session(row))
+            except DamagedSession as error:
+                logger.warning("left out of a list: %s", error)
+        return found
 
     def every(self) -> Iterator[StoredSession]:
-        """As `sessions`, all of them, read in parts."""
-        after = ""
-        while part := self.sessions(after=after):
-            yield from part
-            after = part[-1].id
+        """As `sessions`, all of them."""
+        for (id_,) in self.ask("SELECT id FROM sessions ORDER BY id"):
+            try:
+                yield self.session(id_)
+            except DamagedSession as error:
+                logger.warning("left out: %s", error)
+            except LookupError:  # deleted meanwhile
+                pass
 
     def end(self, id_: str, when: float | None = None) -> None:
         """Seal a session; again changes nothing."""
@@ -699,8 +745,9 @@ class ServingStore(Replies):
         found = self._packers.get(id_)
         if found is None:
             found = self._packers[id_] = self.number_of(id_), call_packer()
-            for call in self._plain_calls(found[0]):
-                found[1].call(call)
+            with self._damaged(id_):
+                for call in self._plain_calls(found[0]):
+                    found[1].call(call)
             if len(self._packers) > _PACKERS:
                 self._packers.popitem(last=False)
         self._packers.move_to_end(id_)
@@ -712,7 +759,7 @@ class ServingStore(Replies):
         calls = []
         rows = self.ask("SELECT data FROM calls WHERE session = ? ORDER BY number", number)
         for (data,) in rows:
-            found = json.loads(data)
+            found = STORED_CALLS.parse(data if isinstance(data, bytes) else str(data).encode())
             calls.append(found["call"])
             for name, items in distinct.items():
                 items += found[name]
@@ -726,21 +773,27 @@ class ServingStore(Replies):
 
         Raises:
             LookupError: There is no such session.
+            DamagedSession: A row of it is damaged.
         """
         number = self.number_of(id_)
         said = self.ask(
             "SELECT undelivered, redacted, reward FROM calls WHERE session = ? ORDER BY number",
             number,
         )
-        return [
-            StoredCall(
-                replace(from_plain(Call, plain), undelivered=bool(undelivered), reward=reward),
-                bool(redacted),
-            )
-            for plain, (undelivered, redacted, reward) in zip(
-                self._plain_calls(number), said, strict=True
-            )
-        ]
+        with self._damaged(id_):
+            return [
+                StoredCall(
+                    replace(
+                        from_plain(Call, plain),
+                        undelivered=bool(undelivered),
+                        reward=_REWARDS.check(reward),
+                    ),
+                    bool(redacted),
+                )
+                for plain, (undelivered, redacted, reward) in zip(
+                    self._plain_calls(number), said, strict=True
+                )
+            ]
 
     # What is said of calls and sessions, and what is done with them.
 
@@ -988,7 +1041,10 @@ class StoredResponses(MutableMapping[str, KeptResponse]):
         found = self._store.response(self._id, response) if self._sink.stored else None
         if found is None:
             raise KeyError(response)
-        return KeptResponse(**json.loads(found))
+        try:
+            return KeptResponse(**_RESPONSES.parse(str(found).encode()))
+        except InvalidRecord as error:
+            raise DamagedSession(f"response {response} is damaged in the store: {error}") from error
 
     def __setitem__(self, response: str, kept: KeptResponse) -> None:
         if self._sink.private or not self._sink.stored:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NotRequired, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,8 @@ from tuner.tasks.datasets import (
 )
 from tuner.tasks.functions import shown
 from tuner.tasks.loading import load_function
-from tuner.traces.store import complete_lines, cut_torn_line
+from tuner.traces.reading import Count, JsonReader
+from tuner.traces.store import closed, cut_torn_line
 
 
 def derive_seed(*parts: object) -> int:
@@ -95,6 +96,19 @@ Floats: TypeAlias = NDArray[np.float64]
 Integers: TypeAlias = NDArray[np.int64]
 # The row, the number of its rollouts with a reward, and how many of those passed.
 Visit: TypeAlias = tuple[int, int, int]
+
+
+_NOTES = JsonReader[dict[str, Any]](
+    closed(
+        "TasksNote",
+        {
+            "step": Count,
+            "drawn": NotRequired[list[Count]],
+            "results": NotRequired[list[tuple[Count, Count, Count]]],
+        },
+    ),
+    "a note",
+)
 
 
 @dataclass(eq=False)
@@ -449,10 +463,9 @@ class Curriculum:
         """Restore the state after `start`; later steps are taken again."""
         cut_torn_line(notes)
         kept, rows = list[bytes](), len(self.latest.tasks)
-        for number, line in complete_lines(notes):
+        for number, line, noted in _NOTES.lines(notes):
             try:
-                noted = json.loads(line)
-                step = int(noted["step"])
+                step = noted["step"]
                 if "drawn" in noted:
                     if step != len(self._drawn) + 1:
                         raise ValueError(f"after the tasks of step {len(self._drawn)}")
@@ -460,11 +473,11 @@ class Curriculum:
                 elif step <= start:
                     if step != self.latest.step + 1:
                         raise ValueError(f"after the results of step {self.latest.step}")
-                    self._add(step, [(range(rows)[row], t, p) for row, t, p in noted["results"]])
+                    self._add(step, [(range(rows)[r], t, p) for r, t, p in noted["results"]])
                 else:
                     continue
-            except (ValueError, LookupError, TypeError) as error:
-                raise TunerError(f"{notes}, line {number} is no note: {error!r}") from error
+            except (ValueError, LookupError) as error:
+                raise TunerError(f"{notes}, line {number} is not a note: {error!r}") from error
             kept.append(line)
         if self.latest.step != start:
             raise TunerError(

@@ -26,12 +26,13 @@ from tuner.gateway import SamplingDefaults, Session
 from tuner.rollouts import RolloutRunner, Rollouts
 from tuner.rollouts.chat_models import chat_model, default_kind, remote_client
 from tuner.runs.console import ConsoleMonitor
-from tuner.runs.directory import ADAPTER_CONFIG, MANIFEST, RunDirectory, damage, read_json
+from tuner.runs.directory import ADAPTER_CONFIG, MANIFEST, OBJECTS, RunDirectory, damage
 from tuner.runs.estimates import is_run
 from tuner.tasks.datasets import Task
 from tuner.tasks.functions import Signature, WorkflowOutput, as_workflow_output, call_function
 from tuner.traces import RolloutId, Trace, TraceStore, Usage
-from tuner.traces.store import complete_lines, cut_torn_line
+from tuner.traces.reading import Count, JsonReader, Text
+from tuner.traces.store import closed, cut_torn_line
 from tuner.tune import Run
 
 # Weights: a model, a checkpoint or a run.
@@ -63,7 +64,7 @@ class Candidate:
         """The model named in an adapter's config; None if this is not an adapter."""
         if not (Path(self.path) / ADAPTER_CONFIG).is_file():
             return None
-        config = read_json(Path(self.path) / ADAPTER_CONFIG, "export or train it again")
+        config = OBJECTS.document(Path(self.path) / ADAPTER_CONFIG, "export or train it again")
         return config.get("base_model_name_or_path") or None
 
 
@@ -97,7 +98,7 @@ def _newest(run: RunDirectory) -> Candidate:
     steps = run.checkpoint_steps()
     if steps:
         return _of_folder(run.checkpoint(steps[-1]), run)
-    written = read_json(run.result, _DAMAGED) if run.result.is_file() else {}
+    written = OBJECTS.document(run.result, _DAMAGED) if run.result.is_file() else {}
     folder = written.get("checkpoint") if isinstance(written, dict) else None
     # Trinity-RFT stores them in another folder of the run
     if folder is None or not Path(folder).is_dir():
@@ -344,15 +345,10 @@ class CandidateLog:
     def __init__(self, path: Path, what: str = "prompts") -> None:
         self._path, self._what = path, what
         self._numbers: dict[tuple[tuple[str, str], ...], int] = {}
-        for number, line in complete_lines(path):
-            try:
-                row = json.loads(line)
-                self._numbers[_key(row[what])] = int(row["number"])
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
-                raise TunerError(
-                    f"{path}, line {number} is not a candidate: {error!r}; choose another "
-                    "experiment_name to start over"
-                ) from error
+        form = closed("TriedCandidate", {"number": Count, what: dict[Text, Text]})
+        lines = JsonReader[dict[str, Any]](form, "a candidate").lines
+        for _, _, row in lines(path, "choose another experiment_name to start over"):
+            self._numbers[_key(row[what])] = row["number"]
 
     def number(self, prompts: Prompts) -> int:
         """The candidate's permanent number."""

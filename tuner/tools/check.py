@@ -390,7 +390,7 @@ def _verdict(run: Run, stack: Stack, data: Comparable) -> Verdict:
     effective = effective_samples(trainer, batch)
     seconds = (time.perf_counter() - started) * (FORWARDS_PER_UPDATE + 1)
     least = history_of(config).min_effective_samples
-    weighed = trainer.settings.ratio_to != "nothing"
+    weighed = config.algorithm.policy_loss.ratio_to != "nothing"
     last = f"READY: {data.used} recorded rollouts can be trained."
     if not batch.rows:
         last = "NOT READY: no call of the first step can be trained."

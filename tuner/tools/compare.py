@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -224,12 +225,15 @@ def _place(row: TaskRewards) -> str:
 
 
 def _curves(
-    histories: Sequence[Sequence[Mapping[str, float]]],
+    histories: Sequence[Sequence[Mapping[str, Any]]],
 ) -> dict[str, list[list[tuple[int, float]]]]:
     there = dict.fromkeys(name for rows in histories for row in rows for name in row)
     chosen = [name for name in there if name.startswith("eval/")]
     return {
-        name: [[(int(row["step"]), row[name]) for row in rows if name in row] for rows in histories]
+        name: [
+            [(row["step"], row[name]) for row in rows if math.isfinite(row.get(name, math.nan))]
+            for rows in histories
+        ]
         for name in (*chosen, *(name for name in _SHOWN if name in there))
     }
 
@@ -270,7 +274,7 @@ def _latest(files: Sequence[tuple[int, Path]]) -> dict[str, list[Trace]]:
     step."""
     found: dict[str, list[Trace]] = {}
     for step, path in files:
-        for trace in read_traces(path):
+        for trace in read_traces(path, skip=True):
             of_task = found.setdefault(row_text(trace.task), [])
             if trace.final and (not of_task or of_task[0].id.step == step):
                 of_task.append(trace)

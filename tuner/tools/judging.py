@@ -286,7 +286,7 @@ def replay(
 async def _replayed(
     stored: Path, judge: Callable[..., Any]
 ) -> Iterator[tuple[Trace, JudgeResult | None]]:
-    final = [trace for trace in read_traces(stored) if trace.final]
+    final = [trace for trace in read_traces(stored, skip=True) if trace.final]
     calls = JudgeCalls(judge, lambda session, seed: nullcontext(NoModels()))
     found = await calls.judge_traces(final, lambda trace: trace.outcome in JUDGED)
     return zip(final, found, strict=True)

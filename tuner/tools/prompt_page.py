@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tuner.runs.directory import RunDirectory, read_json, write_atomically
+from tuner.runs.directory import OBJECTS, RunDirectory, write_atomically
 from tuner.runs.estimates import estimate, paired
 from tuner.tasks.datasets import row_text
 from tuner.tools.candidates import SEARCH
@@ -108,7 +108,7 @@ def page(run: Path, stopped: str | None = None) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     remedy = "delete it: it is written anew when the search is started again"
-    search = read_json(run / "search.json", remedy)
+    search = OBJECTS.document(run / "search.json", remedy)
     tree = _read(run / "tree.json", remedy) or {"compare_on": [], "candidates": [], "rejected": []}
     result = _read(run / "result.json", remedy)
     tried = list(_tried(run / "traces"))
@@ -149,7 +149,7 @@ def page(run: Path, stopped: str | None = None) -> str:
 
 
 def _read(path: Path, remedy: str) -> Any:
-    return read_json(path, remedy) if path.exists() else None
+    return OBJECTS.document(path, remedy) if path.exists() else None
 
 
 def _setting(value: Any) -> Any:

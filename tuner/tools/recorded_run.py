@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 from tuner.config import RunConfig
 from tuner.config.load import checked, read_layers
@@ -20,10 +19,24 @@ from tuner.tasks.functions import WorkflowOutput, call_function
 from tuner.tasks.loading import load_function
 from tuner.tasks.selection import derive_seed
 from tuner.traces import RolloutId, Trace, read_traces
-from tuner.traces.store import SavedRollout, complete_lines, read_rollouts, write_rollouts
+from tuner.traces.reading import Count, JsonReader, Text
+from tuner.traces.store import SavedRollout, closed, read_rollouts, write_rollouts
 from tuner.tune import with_default_model
 
 _NAME = re.compile(r"(?P<split>.+?)-(?P<step>\d+)-(?P<task>\d+)-(?P<rollout>\d+)")
+
+
+_CANDIDATES = JsonReader[dict[str, Any]](
+    closed(
+        "SearchCandidate",
+        {
+            "number": Count,
+            "prompts": NotRequired[dict[Text, Text]],
+            "model": NotRequired[dict[Text, Text]],
+        },
+    ),
+    "a candidate",
+)
 
 
 @dataclass(frozen=True)
@@ -121,7 +134,7 @@ class RecordedRollout:
     def _prompted(self, workflow: Callable[..., Any]) -> Callable[..., Any]:
         """For a prompt search: the step selects the prompts that the workflow is given."""
         path = self.directory.path / "candidates.jsonl"
-        rows = [json.loads(line) for _, line in complete_lines(path)]
+        rows = [row for _, _, row in _CANDIDATES.lines(path)]
         known = {row["number"]: row["prompts"] for row in rows if "prompts" in row}
         if (prompts := known.get(self.trace.id.step)) is None:
             return workflow

@@ -26,16 +26,15 @@ from tuner.errors import (
     FunctionError,
     MissingDependencyError,
     TrainingError,
-    TunerError,
     pip_install,
 )
 from tuner.gateway import SamplingDefaults
 from tuner.rollouts.chat_models import remote_client
 from tuner.runs.console import ConsoleMonitor
 from tuner.runs.directory import (
+    OBJECTS,
     RunDirectory,
     outside_event_loop,
-    read_json,
     reported,
     run_async,
     write_atomically,
@@ -64,7 +63,8 @@ from tuner.tools.candidates import (
 from tuner.tools.prompt_optimizers import CandidateTree, evolve, instruct
 from tuner.tools.prompt_page import leave_page
 from tuner.traces import Trace, TraceStore, Usage
-from tuner.traces.store import complete_lines, cut_torn_line
+from tuner.traces.reading import Count, JsonReader, Text
+from tuner.traces.store import closed, cut_torn_line
 from tuner.tune import Run, prepare_evaluation
 
 GEPAS = ("minibatch_size", "perfect_score")
@@ -276,6 +276,15 @@ def _check_budget(settings: PromptTuneConfig, models: Sequence[RemoteModel]) -> 
 # The model that proposes prompts; each answer is written to disk before it is used.
 
 
+_ANSWERS = JsonReader[dict[str, Any]](
+    closed(
+        "Reflected",
+        {"asked": Text, "prompt": Text, "answer": Text, "usage": tuple[Count, Count]},
+    ),
+    "a reflection",
+)
+
+
 class Reflection:
     """Calls the model that proposes prompts; answers on disk are not requested again.
 
@@ -296,15 +305,8 @@ class Reflection:
         self._client, self._model_name = client, model_name
         self._path, self._prices, self._spent = path, prices, spent
         self._known: defaultdict[str, deque[tuple[str, Usage]]] = defaultdict(deque)
-        for number, line in complete_lines(path):
-            try:
-                row = json.loads(line)
-                self._known[row["asked"]].append((str(row["answer"]), Usage(*row["usage"])))
-            except (ValueError, LookupError, TypeError) as error:
-                raise TunerError(
-                    f"{path}, line {number} is not a reflection: {error!r}; delete the line to "
-                    "request it again"
-                ) from error
+        for _, _, row in _ANSWERS.lines(path, "delete the line to request it again"):
+            self._known[row["asked"]].append((row["answer"], Usage(*row["usage"])))
 
     async def ask(self, prompt: str) -> str:
         """The answer to a prompt, sent as one user message."""
@@ -392,7 +394,9 @@ class PromptSearch:
                 directory.result.unlink(missing_ok=True)
             if directory.result.exists():
                 logger.warning("%s is complete; returning its result", directory.path)
-                found = read_json(directory.result, "delete it: it is rewritten from the traces")
+                found = OBJECTS.document(
+                    directory.result, "delete it: it is rewritten from the traces"
+                )
                 prompts, metrics = found["prompts"], found["metrics"]
             else:
                 with reported(directory, leave_page):
@@ -414,7 +418,7 @@ class PromptSearch:
             )
         before = now
         if file.exists():
-            before = read_json(file, "choose another experiment_name")
+            before = OBJECTS.document(file, "choose another experiment_name")
         changed = [name for name in now if before.get(name) != now[name]]
         if decisive := [name for name in changed if name not in (*_RESULT, *_MAY_CHANGE)]:
             raise ConfigError(

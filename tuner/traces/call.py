@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tuner.engines.base import SamplingParams
+from tuner.traces.reading import AnyNumber, Count, TokenId
 
 Rerendered = Literal["text", "characters", "tokenizer"]
 Dialect = Literal["chat", "completions", "responses", "messages"]
@@ -17,8 +18,8 @@ ReasoningPolicy = Literal["template", "keep"]
 class Usage:
     """Number of prompt and completion tokens."""
 
-    input_tokens: int = 0
-    output_tokens: int = 0
+    input_tokens: Count = 0
+    output_tokens: Count = 0
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(
@@ -88,10 +89,10 @@ class Call:
     """
 
     id: str
-    prompt_ids: tuple[int, ...]
-    completion_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
+    prompt_ids: tuple[TokenId, ...]
+    completion_ids: tuple[TokenId, ...]
+    logprobs: tuple[AnyNumber, ...]
+    versions: tuple[Count, ...]
     sampling: SamplingParams
     finish_reason: str
     messages: list[dict[str, Any]]
@@ -99,8 +100,8 @@ class Call:
     response: dict[str, Any]
     started: float
     seconds: float
-    cached_tokens: int = 0
-    reused_ids: int = 0
+    cached_tokens: Count = 0
+    reused_ids: Count = 0
     rerendered: Rerendered | None = None
     dialect: Dialect = "chat"
     streamed: bool = False
@@ -108,15 +109,15 @@ class Call:
     reward: float | None = None
     gained: float | None = None
     excluded: bool = False
-    masked: tuple[tuple[int, int], ...] = ()
+    masked: tuple[tuple[Count, Count], ...] = ()
     undelivered: bool = False
-    malformed_tool_calls: int = 0
+    malformed_tool_calls: Count = 0
     reasoning_policy: ReasoningPolicy = "template"
-    kept_reasoning_ids: int = 0
-    recomputed_ids: int = 0
+    kept_reasoning_ids: Count = 0
+    recomputed_ids: Count = 0
     kept: tuple[str, ...] = ()
-    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
-    replayed: int = 0
+    top_logprobs: tuple[tuple[tuple[TokenId, AnyNumber], ...], ...] = ()
+    replayed: Count = 0
     billed: Usage | None = None
     invalid: str | None = field(default=None)
 

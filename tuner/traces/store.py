@@ -7,13 +7,26 @@ import os
 import types
 from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NotRequired, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from typing_extensions import TypedDict
 
 from tuner.errors import TunerError
+from tuner.traces.call import Call
+from tuner.traces.reading import (
+    Count,
+    Integer,
+    InvalidRecord,
+    JsonReader,
+    Number,
+    Text,
+    TokenId,
+    whole_file,
+)
 from tuner.traces.trace import RolloutId, Trace
 
 # The stored form of a trace: what its calls have in common is written once.
@@ -58,14 +71,11 @@ def unpack(data: dict[str, Any]) -> dict[str, Any]:
     Messages and lists of tools are objects that calls share: do not change them.
 
     Raises:
-        ValueError: The format is of a later version.
-        LookupError, TypeError: `data` is not a trace.
+        LookupError: A call refers to what is not there.
     """
     if "format" not in data:
         return data
-    trace = dict(data)
-    if (version := trace.pop("format")) != FORMAT:
-        raise ValueError(f"format is {version!r}; this version reads up to {FORMAT}")
+    trace = {name: value for name, value in data.items() if name != "format"}
     distinct = trace.pop("distinct")
     all_ids: list[list[int]] = []
     all_talks: list[list[int]] = []
@@ -109,7 +119,11 @@ def is_one_path(data: dict[str, Any]) -> bool:
 
 def _resolve(reference: Reference, earlier: Sequence[list[int]]) -> list[int]:
     call, shared, new = reference
-    return [*earlier[call][:shared], *new] if shared else list(new)
+    if not shared:
+        return list(new)
+    if shared > len(earlier[call]):
+        raise LookupError(f"a call has {shared} items of call {call}, which has fewer")
+    return [*earlier[call][:shared], *new]
 
 
 class Packer:
@@ -301,8 +315,87 @@ def _of_places(inner: list[_Convert], write: bool) -> _Convert:
     return convert
 
 
-# What reading something else than a trace raises.
-NOT_A_TRACE = (ValueError, LookupError, TypeError, AttributeError)
+# The types of stored forms, out of those of the dataclasses: what lines are checked with.
+
+
+def stored_form(hint: Any, packed: Mapping[str, Any] | None = None) -> Any:
+    """The type of a value's plain form.
+
+    Args:
+        hint: Its own type.
+        packed: Fields of a dataclass that the stored form has otherwise, or beside it.
+    """
+    if hint in (int, float, str):
+        return {int: Integer, float: Number, str: Text}[hint]
+    if is_dataclass(hint):
+        hints, forms = get_type_hints(hint, include_extras=True), dict(packed or {})
+        for one in fields(hint):
+            form = forms.get(one.name) or stored_form(hints[one.name])
+            needed = one.default is MISSING and one.default_factory is MISSING
+            forms[one.name] = form if needed else NotRequired[form]
+        return closed(hint.__name__, forms)  # type: ignore[union-attr]
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return Literal[tuple(member.value for member in hint)]
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is tuple and args[-1] is Ellipsis:
+        return list[stored_form(args[0])]  # type: ignore[misc]
+    if origin in (tuple, list, dict):
+        return origin[tuple(map(stored_form, args))]
+    if origin in (Union, types.UnionType):
+        return Union[tuple(map(stored_form, args))]  # noqa: UP007
+    return hint
+
+
+def closed(name: str, forms: Mapping[str, Any]) -> Any:
+    """The type of a dict with these fields and no others."""
+    made = TypedDict(name, dict(forms))  # type: ignore[misc]  # noqa: UP013
+    setattr(made, "__pydantic_config__", {"extra": "forbid"})  # noqa: B010
+    return made
+
+
+_MESSAGES = list[dict[Text, Any]]
+_DISTINCT = {"messages": _MESSAGES, "tools": list[_MESSAGES]}
+
+
+def _packed_call() -> Any:
+    ids, numbers = tuple[Count, Count, list[TokenId]], tuple[Count, Count, list[Count]]
+    packed = {"prompt_ids": ids, "messages": numbers, "response": Count, "tools": Count}
+    return stored_form(Call, packed)
+
+
+def _packed_trace() -> Any:
+    distinct, calls = closed("Distinct", _DISTINCT), list[_packed_call()]  # type: ignore[misc]
+    return stored_form(Trace, {"format": Literal[FORMAT], "distinct": distinct, "calls": calls})
+
+
+class _StoredReader(JsonReader[dict[str, Any]]):
+    def parse(self, text: bytes) -> dict[str, Any]:
+        try:
+            return super().parse(text)
+        except InvalidRecord as error:
+            if str(error).startswith("format: input"):
+                raise InvalidRecord(f"{error}: it is of another version of tuner") from None
+            if not str(error).startswith("format: field required"):
+                raise
+        return _FIRST_FORMAT.parse(text)
+
+
+class _TraceReader(JsonReader[Trace]):
+    def parse(self, text: bytes) -> Trace:
+        try:
+            return trace_from_json(STORED.parse(text))
+        except LookupError as error:
+            raise InvalidRecord(f"calls refer to what is not there ({error})") from None
+
+
+_FIRST_FORMAT = JsonReader[dict[str, Any]](lambda: stored_form(Trace), "a trace")
+STORED = _StoredReader(_packed_trace, "a trace")
+"""Traces in the stored form, as plain data."""
+TRACES = _TraceReader(None, "a trace")
+STORED_CALLS = JsonReader[dict[str, Any]](
+    lambda: closed("StoredCall", {"call": _packed_call(), **_DISTINCT}), "a call"
+)
+"""Calls as a server's store has them: each with the messages and tools that are new in it."""
 
 SERVED = "serving.sqlite"
 """The file in its run directory that a server keeps its sessions in."""
@@ -362,21 +455,20 @@ class TraceStore:
         return traces
 
 
-def read_traces(path: str | Path) -> Iterator[Trace]:
+def read_traces(path: str | Path, *, skip: bool = False) -> Iterator[Trace]:
     """The traces of one file, one for each attempt; none where there is no file.
 
     Of lines about one attempt the last counts: a process that is killed between two attempts leaves
     the first behind, and the rollout is begun again.
 
+    Args:
+        skip: Leave lines that are no trace out and log how many and which, instead of raising.
+
     Raises:
-        TunerError: A line other than a torn last one is not a trace; names file and line.
+        TunerError: A line other than a torn last one is not a trace; names file, line and field.
     """
     found: dict[tuple[RolloutId, int], Trace] = {}
-    for number, line in complete_lines(Path(path)):
-        try:
-            trace = trace_from_json(json.loads(line))
-        except NOT_A_TRACE as error:
-            raise TunerError(f"{path}, line {number} is not a trace: {error!r}") from error
+    for _, _, trace in TRACES.lines(Path(path), skip=skip):
         found.pop((trace.id, trace.attempt), None)
         found[trace.id, trace.attempt] = trace
     yield from found.values()
@@ -393,7 +485,7 @@ def trace_from_json(data: dict[str, Any]) -> Trace:
     Calls share the messages and lists of tools that are equal: do not change them.
 
     Raises:
-        ValueError, LookupError, TypeError: It is not a trace.
+        LookupError: A call refers to what is not there.
     """
     return from_plain(Trace, unpack(data))
 
@@ -423,16 +515,6 @@ def _unserializable(value: Any) -> Any:
 # Made once: `json.dumps` makes an encoder each time that it is told something.
 _AS_TEXT = json.JSONEncoder(default=_unserializable, ensure_ascii=False).encode
 _AS_ASCII = json.JSONEncoder(default=_unserializable).encode
-
-
-def complete_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line) of a file that may not be there; a torn last line is left out."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.endswith(b"\n"):
-                yield number, line
 
 
 def cut_torn_line(path: Path) -> None:
@@ -476,6 +558,11 @@ class SavedRollout:
     context: int | None = None
 
 
+_SAVED = JsonReader[dict[str, Any]](
+    lambda: stored_form(SavedRollout, {"trace": dict[Text, Any]}), "a saved rollout"
+)
+
+
 def read_rollouts(path: str | Path) -> dict[str, SavedRollout]:
     """The rollouts of a file by their names, in its order; none where there is no file.
 
@@ -484,19 +571,18 @@ def read_rollouts(path: str | Path) -> dict[str, SavedRollout]:
     """
     found: dict[str, SavedRollout] = {}
     path = Path(path)
-    lines = path.read_bytes().split(b"\n") if path.exists() else []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(whole_file(path).split(b"\n"), 1):
         if not line.strip():
             continue
         try:
-            data = json.loads(line)
-            trace = trace_from_json(data.pop("trace"))
-            one = SavedRollout(trace=trace, **data)
-        except NOT_A_TRACE as error:
+            data = _SAVED.parse(line)
+            trace = TRACES.parse(json.dumps(data["trace"]).encode())
+        except InvalidRecord as error:
             raise TunerError(
-                f"{path}, line {number} is not a saved rollout: {error!r}; delete the line, and "
+                f"{path}, line {number} is not a saved rollout: {error}; delete the line, and "
                 "record or save it again"
             ) from error
+        one = SavedRollout(**data | {"trace": trace})
         if one.name in found:
             raise TunerError(
                 f"{path}, line {number}: there is a rollout {one.name!r} above; delete one of them"

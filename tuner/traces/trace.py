@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from tuner.traces.call import Call, Usage
+from tuner.traces.reading import Count, Name
 
 
 class Outcome(StrEnum):
@@ -37,10 +38,10 @@ class RolloutId:
         split: "train" or the name of an evaluation set.
     """
 
-    step: int
-    task: int
-    rollout: int
-    split: str = "train"
+    step: Count
+    task: Count
+    rollout: Count
+    split: Name = "train"
 
     def __str__(self) -> str:
         return f"{self.split}-{self.step}-{self.task}-{self.rollout}"
@@ -59,11 +60,11 @@ class Origin:
     """
 
     rollout: RolloutId
-    attempt: int
-    calls: int
-    token: int = 0
+    attempt: Count
+    calls: Count
+    token: Count = 0
     diverged: str | None = None
-    left_at: int | None = None
+    left_at: Count | None = None
 
     @property
     def position(self) -> tuple[int, int]:
@@ -86,9 +87,9 @@ class FunctionResult:
 
     function: str
     arguments: dict[str, Any]
-    occurrence: int
+    occurrence: Count
     value: Any
-    calls: int
+    calls: Count
 
 
 @dataclass(frozen=True)
@@ -129,13 +130,13 @@ class Trace:
     response: str = ""
     feedback: str | None = None
     error: str | None = None
-    attempt: int = 1
+    attempt: Count = 1
     final: bool = True
     seconds: dict[str, float] = field(default_factory=dict)
     started: float = 0.0
     origin: Origin | None = None
     results: tuple[FunctionResult, ...] = ()
-    foreign_from: int | None = None
+    foreign_from: Count | None = None
 
     @property
     def sampled_tokens(self) -> int:

@@ -20,10 +20,12 @@ from torch import Tensor, nn
 from tuner.config import RunConfig
 from tuner.engines import TrainingEngine
 from tuner.errors import TunerError
-from tuner.runs.directory import TRAINER_STATE, RunDirectory, damage, read_json, write_atomically
+from tuner.runs.directory import TRAINER_STATE, RunDirectory, damage, write_atomically
 from tuner.runs.models import ServedCopy, StoredAdapter, load_model
 from tuner.runs.placement import build_engine
 from tuner.runs.stack import Stack
+from tuner.traces.reading import JsonReader
+from tuner.traces.store import stored_form
 from tuner.training.trainer import PolicyTrainer
 
 LEARNED = "learned.json"
@@ -36,6 +38,9 @@ class Learned:
 
     sessions: tuple[str, ...] = ()
     metrics: Mapping[str, float] | None = None
+
+
+_LEARNED = JsonReader[dict[str, Any]](stored_form(Learned), "what an update left")
 
 
 class Versions:
@@ -103,7 +108,7 @@ class Versions:
         folder = self._directory.checkpoint(version)
         if not (folder / LEARNED).exists():
             return Learned()
-        found = read_json(folder / LEARNED, f"move {folder} away, and it is trained again")
+        found = _LEARNED.document(folder / LEARNED, f"move {folder} away, and it is trained again")
         return Learned(tuple(found["sessions"]), found["metrics"])
 
     def check(self, version: int) -> None:

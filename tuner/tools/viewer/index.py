@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from tuner.errors import TunerError
+from tuner.runs.directory import METRICS
 from tuner.tasks.datasets import row_text
 from tuner.traces import Origin, branches
-from tuner.traces.store import NOT_A_TRACE, is_one_path, trace_from_json
+from tuner.traces.reading import InvalidRecord, open_file
+from tuner.traces.store import STORED, is_one_path, trace_from_json
 
 Json = dict[str, Any]
 
@@ -436,6 +438,8 @@ def _make(connection: sqlite3.Connection) -> None:
     connection.execute("INSERT INTO born VALUES (?)", (secrets.token_hex(8),))
 
 
+# Raised by messages of unexpected form: their parts are the agents' own.
+NO_MESSAGES = (ValueError, LookupError, TypeError, AttributeError)
 # Number of bytes at the end of the last line read that must be unchanged for it to be the same
 # file.
 TAIL = 256
@@ -456,7 +460,7 @@ class LineFollower:
     def replaced(self) -> bool:
         """True if the file was replaced; then starts over."""
         try:
-            with self.path.open("rb") as file:
+            with open_file(self.path) as file:
                 file.seek(self.offset - len(self.tail))
                 changed = file.read(len(self.tail)) != self.tail
         except FileNotFoundError:
@@ -468,7 +472,7 @@ class LineFollower:
     def new_lines(self) -> Iterator[tuple[int, bytes]]:
         """(byte offset, line) of each line completed since the last call."""
         try:
-            file = self.path.open("rb")
+            file = open_file(self.path)
         except FileNotFoundError:
             return
         with file:
@@ -483,32 +487,35 @@ class LineFollower:
 
 
 class MetricsFollower:
-    """The rows of a `metrics.jsonl`; `generation` increases when a resumed run rewrote the file."""
+    """The rows of a `metrics.jsonl`; `generation` increases when a resumed run rewrote the file.
+
+    Invalid lines are in `problems`.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = LineFollower(path)
         self.rows: list[dict[str, Any]] = []
         self.generation = 0
+        self.problems: list[str] = []
 
     def refresh(self) -> None:
         """Read new rows."""
         if self._file.replaced():
-            self.rows = []
+            self.rows, self.problems = [], []
             self.generation += 1
         for start, line in self._file.new_lines():
             try:
-                self.rows.append(json.loads(line))
-            except ValueError as error:
-                raise TunerError(
-                    f"{self._file.path}, byte {start}: not a row of metrics: {error}"
-                ) from error
+                self.rows.append(METRICS.parse(line))
+            except InvalidRecord as error:
+                name = self._file.path.name
+                self.problems.append(f"{name}, byte {start}: not {METRICS.what}: {error}")
 
 
 def branch_rows(trace: dict[str, Any], name: str) -> list[dict[str, Any]]:
     """The branches of a stored trace: `call`, `cause`, and the `earlier` call or None."""
     try:
         found = branches(trace_from_json(trace).calls)
-    except NOT_A_TRACE as error:
+    except NO_MESSAGES as error:
         raise TunerError(f"{name} is not a trace of a supported version: {error!r}") from error
     return [
         {"call": branch.call, "cause": branch.cause.value, "earlier": branch.earlier}
@@ -543,7 +550,9 @@ class TraceIndex(Database):
     @property
     def problems(self) -> list[str]:
         """Invalid lines, and traces whose branches cannot be determined, by file and byte."""
-        return [text for (text,) in self.ask("SELECT text FROM problems")]
+        kept = [text for (text,) in self.ask("SELECT text FROM problems")]
+        no_files = sorted(path.name for path in self.folder.glob(FILES) if not path.is_file())
+        return kept + [f"{name} is skipped: it is not a file" for name in no_files]
 
     def rows(self, numbers: Sequence[int] | None = None) -> list[TraceRow]:
         """The traces with these numbers, in that order; all by default."""
@@ -566,11 +575,9 @@ class TraceIndex(Database):
             stream.seek(min(offset, path.stat().st_size))
             line = stream.readline()
         try:
-            trace: dict[str, Any] = json.loads(line)
-            row(file, offset, len(line), trace)
-        except NOT_A_TRACE as error:
-            raise TunerError(f"{file}, byte {offset}: no trace starts here") from error
-        return trace
+            return STORED.parse(line)
+        except InvalidRecord as error:
+            raise TunerError(f"{file}, byte {offset}: no trace starts here: {error}") from error
 
     def refresh(self, seconds: float = math.inf) -> bool:
         """Read new lines, for about `seconds` at most; returns True if all were read."""
@@ -608,13 +615,14 @@ class TraceIndex(Database):
 
     def _add(self, name: str, start: int, line: bytes) -> None:
         try:
-            trace = json.loads(line)
+            trace = STORED.parse(line)
             listed = row(name, start, len(line), trace)
             added = tallies(trace) if listed.final else {}
             task = self._text(asked(trace["task"]), row_text(trace["task"]))
             answer = answered(trace)
-        except NOT_A_TRACE as error:
-            self._problem(f"{name}, byte {start}: not a trace: {error!r}")
+        except NO_MESSAGES as error:
+            said = error if isinstance(error, InvalidRecord) else repr(error)
+            self._problem(f"{name}, byte {start}: not a trace: {said}")
             return
         values = *astuple(listed)[: len(COLUMNS)], task, self._text(answer, answer)
         self.insert("traces", None, *values, listed.one_path)
@@ -690,7 +698,7 @@ class TraceIndex(Database):
         return time.monotonic() <= deadline
 
     def _names(self) -> list[str]:
-        return [path.name for path in self.folder.glob(FILES)]
+        return [path.name for path in self.folder.glob(FILES) if path.is_file()]
 
 
 def identity(text: str) -> bytes:

@@ -20,7 +20,7 @@ from typing import Any
 
 from tuner.config.source import lookup
 from tuner.errors import TunerError
-from tuner.runs.directory import RunDirectory, write_atomically
+from tuner.runs.directory import OBJECTS, RunDirectory, write_atomically
 from tuner.runs.estimates import check_is_run
 from tuner.tasks.datasets import row_text
 from tuner.tools.viewer.index import (
@@ -135,8 +135,14 @@ class RunReader:
         check_is_run(path)
         self.metrics = MetricsFollower(self.directory.metrics)
         field = lookup(self.directory.stored_config(), "tuner.tasks.selector.field")
+        field = field if isinstance(field, str) else None
         self.traces = TraceIndex(self.directory.traces, keep=keep, field=field)
         self._vocabulary: Vocabulary | None = None
+
+    @property
+    def problems(self) -> list[str]:
+        """Skipped lines of metrics and traces."""
+        return [*self.metrics.problems, *self.traces.problems]
 
     def info(self) -> dict[str, Any]:
         """Name, status and main settings; no secrets, so not the whole configuration."""
@@ -202,16 +208,17 @@ class RunReader:
             steps = self.directory.checkpoint_steps() if self.directory.checkpoints.is_dir() else []
             folders: list[str | Path] = [self.directory.checkpoint(step) for step in steps[-1:]]
             model = lookup(self.directory.stored_config(), "model.model_path")
-            self._vocabulary = Vocabulary([*folders, *([model] if model else [])])
+            named = [model] if isinstance(model, str) else []
+            self._vocabulary = Vocabulary([*folders, *named])
         return self._vocabulary
 
     def _total_steps(self, config: dict[str, Any], completed: bool) -> int | None:
         """None for a search, which has no steps, or if it depends on the dataset's length."""
         if completed:
-            steps = json.loads(self.directory.result.read_text(encoding="utf-8")).get("steps")
+            steps = OBJECTS.document(self.directory.result, "delete it").get("steps")
         else:
             steps = lookup(config, "buffer.total_steps")
-        return None if steps is None else int(steps)
+        return steps if isinstance(steps, int) else None
 
     def _updated(self) -> float:
         """Unix time of the last write to metrics or traces."""
@@ -285,9 +292,9 @@ def _size_of_a_step(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _short(model: str | None) -> str | None:
+def _short(model: Any) -> Any:
     """The name of a model's folder; a name on the Hub is unchanged."""
-    return Path(model).name if model is not None and Path(model).is_absolute() else model
+    return Path(model).name if isinstance(model, str) and Path(model).is_absolute() else model
 
 
 ASSETS = Path(__file__).with_name("assets")
@@ -347,7 +354,7 @@ def report_data(
     rows, bodies, size = [], {}, 0
     trees: dict[str, dict[str, Any]] = {}
     counts: dict[str, Mapping[str, int]] = {}
-    problems = list(reader.traces.problems)
+    problems = reader.problems
     listed = reader.traces.rows()
     deadline = time.monotonic() + CAUSE_SECONDS
     for row in selection(listed):

@@ -111,7 +111,7 @@ def answers(runs: Runs) -> dict[str, Answer]:
             "complete": complete,
             "counted": traces.counted,
             "more": not done,
-            "problems": traces.problems,
+            "problems": reader.problems,
         }
 
     def list_(query: QueryParams) -> dict[str, Any]:
