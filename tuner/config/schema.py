@@ -125,22 +125,25 @@ class OptimizerSection(Section):
     )
     lr: float = Field(default=1e-6, gt=0, description="Learning rate after the warmup.")
     betas: tuple[float, float] = Field(
-        default=(0.9, 0.999), description="Decay of Adam's two moving averages."
+        default=(0.9, 0.999), description="Decay rates of Adam's two moving averages."
     )
     weight_decay: float = Field(default=0.01, ge=0, description="Decoupled weight decay.")
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="Shape of the learning rate after the warmup."
+        default="constant", description="Schedule of the learning rate after the warmup."
     )
     lr_warmup_steps: int = Field(
         default=-1,
         ge=-1,
-        description="Steps of linear warmup; -1 takes `lr_warmup_steps_ratio` instead.",
+        description="Steps of linear warmup; -1 uses `lr_warmup_steps_ratio`.",
     )
     lr_warmup_steps_ratio: float = Field(
-        default=0.0, ge=0, le=1, description="Steps of linear warmup as a share of all steps."
+        default=0.0, ge=0, le=1, description="Steps of linear warmup as a fraction of all steps."
     )
     min_lr_ratio: float = Field(
-        default=0.01, ge=0, le=1, description="Where `linear` and `cosine` end, as a share of `lr`."
+        default=0.01,
+        ge=0,
+        le=1,
+        description="Final learning rate of `linear` and `cosine`, as a fraction of `lr`.",
     )
 
     def warmup_steps(self, total_steps: int) -> int:
@@ -174,8 +177,8 @@ class SampleStrategyArgs(Section):
     max_staleness: int | None = Field(
         default=None,
         ge=0,
-        description="Tokens that are older than so many updates are not trained. For "
-        "staleness_control, which needs it.",
+        description="Maximum age of a trained token, in updates; older tokens are not trained. "
+        "Required by staleness_control.",
     )
 
 
@@ -184,51 +187,54 @@ class AlgorithmSection(Section):
 
     algorithm_type: AlgorithmName = Field(
         default="multi_step_grpo",
-        description="A row of [this table](reference/algorithms.md); what is not set below is "
-        "taken from it.",
+        description="A row of [this table](reference/algorithms.md), which gives the defaults "
+        "of the keys below.",
     )
     repeat_times: int = Field(
         default=8,
         ge=1,
-        description="Group size: rollouts of one task in one step. 1 is for advantages that "
-        "compare nothing inside a group: ppo, reinforceplusplus, reinforce, on_policy_distill, "
-        "prompt_distill. Not read without rollouts. Trinity-RFT's is 1.",
+        description="Group size: rollouts per task in a step. 1 is allowed only if the "
+        "advantage does not compare the rollouts of a group: ppo, reinforceplusplus, reinforce, "
+        "on_policy_distill, prompt_distill. Ignored without rollouts. Trinity-RFT's default is "
+        "1.",
     )
     optimizer: OptimizerSection = OptimizerSection()
     advantage_fn: AdvantageName = Field(
         default="step_wise_grpo",
-        description="How rewards become advantages; `none` where nothing is rolled out.",
+        description="How rewards become advantages; `none` for algorithms without rollouts.",
     )
     advantage_fn_args: AdvantageArguments = AdvantageArguments()  # type: ignore[valid-type]
     policy_loss_fn: PolicyLossName = Field(
-        default="ppo", description="The loss of a token with an advantage."
+        default="ppo", description="Loss of a token, given its advantage."
     )
     policy_loss_fn_args: PolicyLossArguments = PolicyLossArguments()  # type: ignore[valid-type]
     kl_penalty_fn: KLName = Field(
         default="none",
-        description="Estimate of KL(policy || reference) taken off the rewards. Not for raft.",
+        description="Estimate of KL(policy || reference) that is subtracted from the rewards. "
+        "Not for raft.",
     )
     kl_penalty_fn_args: KLPenaltyArguments = KLPenaltyArguments()  # type: ignore[valid-type]
     kl_loss_fn: KLName = Field(
         default="k2",
-        description="Estimate of KL(policy || reference) added to the loss. Default of "
-        "multi_step_grpo.",
+        description="Estimate of KL(policy || reference) that is added to the loss. The default "
+        "shown is that of multi_step_grpo.",
     )
     kl_loss_fn_args: KLLossArguments = KLLossArguments()  # type: ignore[valid-type]
     entropy_loss_fn: EntropyName = Field(
-        default="default", description="Entropy bonus; it costs nothing while its coefficient is 0."
+        default="default", description="Entropy bonus; not computed while its coefficient is 0."
     )
     entropy_loss_fn_args: EntropyLossArguments = EntropyLossArguments()  # type: ignore[valid-type]
     loss_agg_mode: Aggregation = Field(
         default="token-mean",
-        description="Weight of each trained token of a step ([algorithms](algorithms.md)); "
-        "`rollout-mean` is not a value of Trinity-RFT's. Default of multi_step_grpo.",
+        description="Weight of each trained token of a step ([algorithms](algorithms.md)). "
+        "Trinity-RFT does not have `rollout-mean`. The default shown is that of "
+        "multi_step_grpo.",
     )
     sample_strategy: Literal["default", "staleness_control"] = Field(
         default="default",
-        description="Groups that are late where `synchronizer.sync_offset` lets collection run "
-        "ahead: wait for them before they are too old (`default`), or continue and leave out "
-        "what is too old (`staleness_control`).",
+        description="What to do about slow groups when collection runs ahead "
+        "(`synchronizer.sync_offset`): wait for them before they become too old (`default`), or "
+        "continue and skip tokens that are too old (`staleness_control`).",
     )
     sample_strategy_args: SampleStrategyArgs = SampleStrategyArgs()
 
@@ -354,14 +360,14 @@ class CriticSection(Section):
 
     lr: float = Field(default=1e-5, gt=0, description="Learning rate of the critic; constant.")
     betas: tuple[float, float] = Field(
-        default=(0.9, 0.999), description="Decay of Adam's two moving averages."
+        default=(0.9, 0.999), description="Decay rates of Adam's two moving averages."
     )
     weight_decay: float = Field(default=0.01, ge=0, description="Decoupled weight decay.")
     cliprange_value: float = Field(
         default=0.5,
         gt=0,
-        description="How far a value may leave the one that the step began with before its "
-        "gradient is cut.",
+        description="How far a value may move from its value at the start of the step before "
+        "its gradient is clipped.",
     )
 
 
@@ -369,80 +375,87 @@ class AlgorithmExtras(Section):
     """`tuner.algorithm.*`"""
 
     reward_scale: float = Field(
-        default=1.0, gt=0, description="Rewards are trained as `(reward + reward_bias) * this`."
+        default=1.0,
+        gt=0,
+        description="The trained reward is `(reward + reward_bias) * reward_scale`.",
     )
     reward_bias: float = Field(default=0.0, description="See `reward_scale`.")
     overlong_buffer: int | None = Field(
         default=None,
         ge=1,
-        description="DAPO's soft punishment of long answers: the reward falls over the last so "
-        "many of the tokens that an answer may have. Not set: none.",
+        description="DAPO's soft penalty for long answers: the reward falls over the last "
+        "`overlong_buffer` tokens of the maximum answer length. Not set: no penalty.",
     )
     overlong_penalty: float = Field(
-        default=1.0, gt=0, description="Reward that an answer of full length loses."
+        default=1.0, gt=0, description="Penalty for an answer of maximum length."
     )
     dynamic_sampling: bool | None = Field(
         default=None,
-        description="Leave out groups whose rewards are all equal, unless calls have rewards of "
-        "their own. Not set: as the algorithm has it (`dapo` does).",
+        description="Skip groups whose rewards are all equal, unless calls have their own "
+        "rewards. Not set: the algorithm's default (true for `dapo`).",
     )
     success_rate_lb: float = Field(
         default=0.0,
         ge=0,
         le=1,
-        description="Groups with a smaller share of rewards above 0 are left out: too hard.",
+        description="Groups with a smaller fraction of rewards above 0 are skipped as too hard.",
     )
     success_rate_ub: float = Field(
-        default=1.0, ge=0, le=1, description="Groups with a larger share are left out: too easy."
+        default=1.0,
+        ge=0,
+        le=1,
+        description="Groups with a larger fraction of rewards above 0 are skipped as too easy.",
     )
     turn_discount: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="Discount from a call to the one before it. A call is then compared by what "
-        "it leads to ([algorithms](algorithms.md)). Not set: a rollout's reward goes to all its "
-        "calls. For grpo, rloo, opmd, asymre and reinforce.",
+        description="Discount from a call to the previous one. Each call is then credited with "
+        "the rewards that follow it ([algorithms](algorithms.md)). Not set: all calls of a "
+        "rollout get its reward. For grpo, rloo, opmd, asymre and reinforce.",
     )
     updates: int = Field(
-        default=1, ge=1, description="Updates of the weights on each step's batch."
+        default=1, ge=1, description="Weight updates per step, all on the step's batch."
     )
     proximal: Literal["auto", "recorded", "recompute", "loglinear"] = Field(
         default="auto",
-        description="Decoupled PPO: where the log-probs of the weights that a step began with come "
-        "from. `auto` is `recorded` for tokens that these weights sampled, else `recompute`.",
+        description="Decoupled PPO: source of the log-probs under the weights at the start of "
+        "the step. `auto` is `recorded` for tokens sampled with these weights, otherwise "
+        "`recompute`.",
     )
     importance_sampling: Literal["truncate", "none"] = Field(
         default="truncate",
-        description="Weigh tokens that other weights sampled, or not. Of no effect where the "
-        "log-probs are `recorded`.",
+        description="Whether tokens sampled with other weights get importance weights. No "
+        "effect if the log-probs are `recorded`.",
     )
     importance_cap: float = Field(
-        default=2.0, gt=0, description="Upper bound of that weight. Not with `none`."
+        default=2.0, gt=0, description="Upper bound of the importance weight. Not with `none`."
     )
     rejection_low: float | None = Field(
         default=None,
         ge=0,
-        description="Tokens whose weight is below this do not count; set both bounds or none.",
+        description="Tokens with a smaller importance weight are ignored; set both bounds or "
+        "neither.",
     )
     rejection_high: float | None = Field(
-        default=None, gt=0, description="Tokens whose weight is above this do not count."
+        default=None, gt=0, description="Tokens with a larger importance weight are ignored."
     )
     teacher: str | None = Field(
         default=None,
         min_length=1,
-        description="Which of `explorer.auxiliary_models` is the teacher of on_policy_distill. Not "
-        "set: the first.",
+        description="Name of the `explorer.auxiliary_models` entry that is the teacher of "
+        "on_policy_distill. Not set: the first.",
     )
     prompt: str | None = Field(
         default=None,
         min_length=1,
-        description="The system prompt that prompt_distill teaches the model to do without. It "
-        "takes the place of the agent's own, where there is one.",
+        description="The system prompt that prompt_distill trains into the weights. It replaces "
+        "the agent's system prompt, if there is one.",
     )
     prompt_teacher: PromptTeacher = Field(
         default="start",
-        description="Who reads that prompt: the model that the run began with (`start`), or the "
-        "one that is trained, as each step begins (`policy`).",
+        description="Model that reads this prompt: the initial model of the run (`start`), or "
+        "the trained model at the start of each step (`policy`).",
     )
 
     @property
@@ -465,7 +478,8 @@ class DataSelector(Section):
     """`data_selector.*`: the order of the tasks."""
 
     selector_type: Literal["sequential", "shuffle"] = Field(
-        default="sequential", description="`shuffle` draws a new order for each epoch."
+        default="sequential",
+        description="Order of the tasks; `shuffle` draws a new order for each epoch.",
     )
     seed: int = Field(default=42, description="Seed of `shuffle`.")
 
@@ -475,38 +489,40 @@ class FormatSection(Section):
 
     prompt_type: Literal["messages", "plaintext"] | None = Field(
         default=None,
-        description="`messages`: a list of messages; `plaintext`: text. Not set: `messages` where "
-        "a row has `messages_key`, else `plaintext`.",
+        description="`messages`: a list of messages; `plaintext`: text. Not set: `messages` if "
+        "a row has `messages_key`, otherwise `plaintext`.",
     )
     messages_key: str = Field(
         default="messages",
         min_length=1,
-        description="Messages: for sft the conversation, for dpo what both answers follow. "
-        "Trinity-RFT's default is `message`.",
+        description="Column of messages: for sft the conversation, for dpo the messages before "
+        "both answers. Trinity-RFT's default is `message`.",
     )
     prompt_key: str = Field(
-        default="prompt", min_length=1, description="The user's message, where it is text."
+        default="prompt", min_length=1, description="Column of the user's message, for text."
     )
     response_key: str = Field(
-        default="response", min_length=1, description="The assistant's answer. For sft."
+        default="response", min_length=1, description="Column of the assistant's answer. For sft."
     )
     system_prompt_key: str | None = Field(
-        default=None, min_length=1, description="The system prompt, where it is text."
+        default=None, min_length=1, description="Column of the system prompt, for text."
     )
     system_prompt: str | None = Field(
-        default=None, description="One system prompt for all rows; `system_prompt_key` wins."
+        default=None, description="System prompt of all rows; `system_prompt_key` takes precedence."
     )
     tools_key: str = Field(
-        default="tools", min_length=1, description="Tools, as a list or as JSON text."
+        default="tools", min_length=1, description="Column of tools, as a list or JSON text."
     )
-    chosen_key: str = Field(default="chosen", min_length=1, description="The better end. For dpo.")
+    chosen_key: str = Field(
+        default="chosen", min_length=1, description="Column of the better answer. For dpo."
+    )
     rejected_key: str = Field(
-        default="rejected", min_length=1, description="The worse end. For dpo."
+        default="rejected", min_length=1, description="Column of the worse answer. For dpo."
     )
     enable_concatenated_multi_turn: bool = Field(
         default=True,
-        description="Train every assistant turn of a conversation; false: the last message only, "
-        "which is Trinity-RFT's default. For sft.",
+        description="Train every assistant turn of a conversation; false: only the last "
+        "message, which is Trinity-RFT's default. For sft.",
     )
 
 
@@ -516,10 +532,11 @@ class ExperienceBufferSection(Section):
     path: str | None = Field(
         default=None,
         min_length=1,
-        description="Recorded data, as a taskset's `path`. Read with `mode: train` only.",
+        description="Recorded data, in the same form as a taskset's `path`. Read only with "
+        "`mode: train`.",
     )
-    split: str = Field(default="train", min_length=1, description="As a taskset's.")
-    subset_name: str | None = Field(default=None, min_length=1, description="As a taskset's.")
+    split: str = Field(default="train", min_length=1, description="Same as a taskset's.")
+    subset_name: str | None = Field(default=None, min_length=1, description="Same as a taskset's.")
     format: FormatSection = FormatSection()
     data_selector: DataSelector = DataSelector()
 
@@ -541,7 +558,7 @@ class RolloutArgs(Section):
     max_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens for one answer; not set: `model.max_response_tokens`.",
+        description="Maximum tokens of an answer; not set: `model.max_response_tokens`.",
     )
 
 
@@ -551,8 +568,8 @@ class EvalRolloutArgs(RolloutArgs):
     temperature: float | None = Field(
         default=0.0,
         ge=0,
-        description="Sampling temperature. 0 is greedy, unlike Trinity-RFT, which evaluates at "
-        "the training temperature; null does that here too.",
+        description="Sampling temperature; 0 is greedy. Trinity-RFT evaluates at the training "
+        "temperature instead, as null does here.",
     )
 
 
@@ -561,20 +578,20 @@ class _TasksetBase(Section):
         default=None,
         min_length=1,
         description="A folder, a .json, .jsonl, .csv or .parquet file, or a name on the Hugging "
-        "Face Hub. Relative paths start at the folder of the configuration file.",
+        "Face Hub. Relative paths start at the configuration file's folder.",
     )
     split: str = Field(
         default="train", min_length=1, description="Split: `train` means `train.jsonl`."
     )
     subset_name: str | None = Field(
-        default=None, min_length=1, description="Subset, where the dataset has several."
+        default=None, min_length=1, description="Subset, if the dataset has several."
     )
 
 
 class TasksetSection(_TasksetBase):
     """`buffer.explorer_input.taskset.*`: the training tasks."""
 
-    name: str = Field(default="train", min_length=1, description="A name for people.")
+    name: str = Field(default="train", min_length=1, description="A label; no effect on training.")
     rollout_args: RolloutArgs = RolloutArgs()
     data_selector: DataSelector = DataSelector()
 
@@ -586,7 +603,7 @@ class EvalTasksetSection(_TasksetBase):
         default="eval",
         min_length=1,
         pattern=r"^[\w.-]+$",
-        description="Names the set in metrics and results; `train` is taken.",
+        description="Name of the set in metrics and results; `train` is reserved.",
     )
     split: str = Field(
         default="test", min_length=1, description="Split: `test` means `test.jsonl`."
@@ -594,8 +611,8 @@ class EvalTasksetSection(_TasksetBase):
     repeat_times: int = Field(
         default=1,
         ge=1,
-        description="Rollouts of each task, n. From 2 on the metrics have `pass_at_<n>` and "
-        "`pass_hat_<n>` too, and the temperature must not be 0 "
+        description="Rollouts per task, n. From 2 on, the metrics include `pass_at_<n>` and "
+        "`pass_hat_<n>`, and the temperature must not be 0 "
         "([commands](reference/commands.md#tuner-eval)).",
     )
     rollout_args: EvalRolloutArgs = EvalRolloutArgs()
@@ -606,7 +623,7 @@ class ExplorerInput(Section):
 
     taskset: TasksetSection = TasksetSection()
     eval_tasksets: Annotated[tuple[EvalTasksetSection, ...], null_is(tuple)] = Field(
-        default=(), description="Sets for evaluation, each with the keys below."
+        default=(), description="Evaluation sets, each with the keys below."
     )
 
 
@@ -616,15 +633,15 @@ class BufferSection(Section):
     batch_size: int = Field(
         default=32,
         ge=1,
-        description="Tasks in one step, or rows of recorded data. Trinity-RFT's default is 1, "
+        description="Tasks per step, or rows of recorded data. Trinity-RFT's default is 1, "
         "AgentScope's 32.",
     )
-    total_epochs: int = Field(default=1, ge=1, description="How often to go through the tasks.")
+    total_epochs: int = Field(default=1, ge=1, description="Passes over the tasks.")
     total_steps: int | None = Field(
         default=None,
         ge=1,
-        description="Steps to run, going through the tasks as often as that takes; wins over "
-        "`total_epochs`. `trainer.total_steps` says the same.",
+        description="Number of steps, with as many passes over the tasks as they need; takes "
+        "precedence over `total_epochs`. `trainer.total_steps` is another name of this key.",
     )
     explorer_input: ExplorerInput = ExplorerInput()
     trainer_input: TrainerInput = TrainerInput()
@@ -647,15 +664,18 @@ TOOL_CALL_PARSER = "Reads tool calls out of the model's text; null leaves the te
 REASONING_PARSER = "Reads `<think>` out of the model's text; null leaves the text as it is."
 
 # What the policy and auxiliary models are both asked.
-TopK = Annotated[int, Field(ge=-1, description="Keep the k most probable tokens; -1 keeps all.")]
+TopK = Annotated[
+    int, Field(ge=-1, description="Sample only from the k most probable tokens; -1 is all.")
+]
 ResponseTokens = Annotated[
     int | None,
-    Field(ge=1, description="Tokens for one answer; not set: the room left in the context."),
+    Field(ge=1, description="Maximum tokens of an answer; not set: the room left in the context."),
 ]
 Thinking = Annotated[
-    bool | None, Field(description="Given to the chat template; null leaves it to the template.")
+    bool | None,
+    Field(description="Passed to the chat template; null leaves the choice to the template."),
 ]
-ChatTemplate = Annotated[str | None, Field(description="A chat template of your own, as text.")]
+ChatTemplate = Annotated[str | None, Field(description="Custom chat template, as text.")]
 
 
 class RolloutModelSection(Section):
@@ -663,22 +683,23 @@ class RolloutModelSection(Section):
 
     engine_type: EngineType | Literal["auto"] = Field(
         default="auto",
-        description="The engine: transformers on the trainer's own weights, or vLLM or SGLang "
-        "with a copy. `auto` is vLLM on a GPU where it is installed and can do what the other "
-        "settings ask for, else transformers, and says why ([engines](operations.md#engines)).",
+        description="The engine: transformers with the trainer's weights, or vLLM or SGLang "
+        "with a copy. `auto` is vLLM on a GPU if it is installed and supports the other "
+        "settings, otherwise transformers; the reason is logged "
+        "([engines](operations.md#engines)).",
     )
     engine_num: int = Field(
-        default=1, ge=1, description="Servers that are started. For vllm; otherwise 1."
+        default=1, ge=1, description="Number of servers to start. For vllm; otherwise 1."
     )
     tensor_parallel_size: int = Field(
-        default=1, ge=1, description="GPUs of one engine. For vllm; otherwise 1."
+        default=1, ge=1, description="GPUs per engine. For vllm; otherwise 1."
     )
     gpu_memory_utilization: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="Part of a GPU's memory for one engine. For vllm. Not set: what the trainer "
-        "leaves where they share the GPU, else vLLM's own.",
+        description="Fraction of a GPU's memory for one engine. For vllm. Not set: the memory "
+        "that the trainer leaves if they share the GPU, otherwise vLLM's default.",
     )
     enforce_eager: bool = Field(
         default=False,
@@ -686,7 +707,7 @@ class RolloutModelSection(Section):
     )
     extra_engine_args: Arguments = Field(
         default_factory=dict,
-        description="Further arguments of vLLM's `AsyncEngineArgs`, by name. For vllm.",
+        description="Additional arguments of vLLM's `AsyncEngineArgs`, by name. For vllm.",
     )
     tool_call_parser: str | None = Field(default="hermes", description=TOOL_CALL_PARSER)
     reasoning_parser: str | None = Field(default="deepseek_r1", description=REASONING_PARSER)
@@ -695,11 +716,20 @@ class RolloutModelSection(Section):
 class AuxiliaryModelSection(Section):
     """`explorer.auxiliary_models[]`: a frozen model for workflows and judges, served here."""
 
-    name: str = Field(min_length=1, description="Key in the functions' `auxiliary_models`.")
-    model_path: str = Field(min_length=1, description="As `model.model_path`.")
-    max_model_len: int | None = Field(default=None, ge=2, description="As `model.max_model_len`.")
+    name: str = Field(
+        min_length=1, description="Key of the model in the functions' `auxiliary_models`."
+    )
+    model_path: str = Field(min_length=1, description="Same as `model.model_path`.")
+    max_model_len: int | None = Field(
+        default=None, ge=2, description="Same as `model.max_model_len`."
+    )
     temperature: float = Field(default=1.0, ge=0, description="Sampling temperature; 0 is greedy.")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus mass; 1 keeps every token.")
+    top_p: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Probability mass of nucleus sampling; 1 is all tokens.",
+    )
     top_k: TopK = -1
     max_response_tokens: ResponseTokens = None
     enable_thinking: Thinking = None
@@ -715,15 +745,15 @@ class OverRolloutSection(Section):
         default=0.0,
         ge=0,
         lt=1,
-        description="Share of a step's tasks that need not be waited for: once all others are "
-        "complete, the rollouts that are left are ended. 0: all are waited for.",
+        description="Fraction of a step's tasks that it need not wait for: once all others are "
+        "complete, the remaining rollouts are stopped. 0: it waits for all.",
     )
     wait_after_min: float = Field(
-        default=30.0, ge=0, description="Seconds that those that are left are given then."
+        default=30.0, ge=0, description="Seconds that the remaining rollouts then get."
     )
     return_partial_tasks: bool = Field(
         default=False,
-        description="Train the rollouts that a task had finished, or leave its group out.",
+        description="Train the finished rollouts of a stopped task; false: skip its group.",
     )
 
 
@@ -731,15 +761,15 @@ class ExplorerSection(Section):
     """`explorer.*`"""
 
     runner_per_model: int = Field(
-        default=8, ge=1, description="Rollouts that run at the same time."
+        default=8, ge=1, description="Maximum number of concurrent rollouts."
     )
     max_timeout: float = Field(
-        default=1800, gt=0, description="Seconds for one attempt at a rollout."
+        default=1800, gt=0, description="Time limit of one attempt at a rollout, in seconds."
     )
     max_retry_times: int = Field(
         default=2,
         ge=0,
-        description="Further attempts after a failure or timeout, each from the start.",
+        description="Additional attempts after a failure or timeout, each from the start.",
     )
     over_rollout: OverRolloutSection = OverRolloutSection()
     rollout_model: RolloutModelSection = RolloutModelSection()
@@ -747,7 +777,9 @@ class ExplorerSection(Section):
         default=(), description="Frozen models, each with the keys below."
     )
     eval_interval: int = Field(
-        default=100, ge=0, description="Evaluate after every so many steps; 0: only at both ends."
+        default=100,
+        ge=0,
+        description="Steps between evaluations; 0: only at the start and the end.",
     )
     eval_on_startup: bool = Field(default=True, description="Evaluate before the first step.")
 
@@ -759,9 +791,8 @@ class SynchronizerSection(Section):
         default=0,
         ge=0,
         description="Steps by which collection may run ahead of training "
-        "([asynchronous](training.md#asynchronous-collection)): a token is trained at most so "
-        "many updates after the one whose weights sampled it. 0: collection and training take "
-        "turns.",
+        "([asynchronous](training.md#asynchronous-collection)). The weights that sampled a "
+        "trained token are at most this many updates old. 0: collection and training alternate.",
     )
 
 
@@ -771,31 +802,31 @@ class RaySection(Section):
     workers: int | None = Field(
         default=None,
         ge=1,
-        description="How many. Not set: as many as the cluster has room for when the run begins, "
-        "and no more than `explorer.runner_per_model`.",
+        description="Number of workers. Not set: as many as the cluster has room for at the "
+        "start of the run, up to `explorer.runner_per_model`.",
     )
-    cpus: float = Field(default=1.0, gt=0, description="CPUs of each, as Ray counts them.")
+    cpus: float = Field(default=1.0, gt=0, description="CPUs per worker, as counted by Ray.")
     resources: Annotated[dict[str, Annotated[float, Field(gt=0)]], null_is(dict)] = Field(
         default_factory=dict,
-        description="Further resources of each, by the names that Ray's machines were given "
+        description="Additional resources per worker, by the names given to Ray's machines "
         "(`ray start --resources`).",
     )
     runtime_env: Arguments = Field(
         default_factory=dict,
-        description="Ray's runtime environment: `working_dir`, `pip`, `env_vars` and what else it "
-        "knows.",
+        description="Ray's runtime environment: `working_dir`, `pip`, `env_vars` and its other "
+        "keys.",
     )
     gateway: str | None = Field(
         default=None,
         pattern=r"^(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+)(:\d{1,5})?$",
-        description="Address of this machine at which the workers find the gateway, with a port or "
-        "without (`10.0.0.1`, `10.0.0.1:8700`): it listens there while the run lasts, and every "
-        "request needs its rollout's key. Needed for `ray`.",
+        description="Address of this machine at which workers reach the gateway, with or "
+        "without a port (`10.0.0.1`, `10.0.0.1:8700`). The gateway listens there during the "
+        "run; every request needs its rollout's key. Required by `ray`.",
     )
     base_url: str | None = Field(
         default=None,
         pattern=r"^https?://\S+/v1$",
-        description="URL that the workers use instead, where a proxy is before the gateway "
+        description="URL that the workers use instead, for a proxy in front of the gateway "
         "(`https://trainer.example/v1`).",
     )
 
@@ -810,31 +841,31 @@ class EngineSection(Section):
 
     urls: tuple[str, ...] = Field(
         default=(),
-        description="Servers that run elsewhere ([engines](operations.md#engines)), as in "
+        description="URLs of remote servers ([engines](operations.md#engines)), such as "
         "`http://10.0.0.2:8100`. Not set: vLLM is started here; SGLang is not.",
     )
     api_key_env: str = Field(
         default="TUNER_ENGINE_KEY",
         min_length=1,
-        description="Environment variable that holds the key of the servers at `urls`. SGLang's "
-        "may have none.",
+        description="Environment variable with the API key of the servers at `urls`. Optional "
+        "for SGLang.",
     )
     max_restarts: int = Field(
         default=3,
         ge=0,
-        description="How often servers that died are started again, in all; then the run fails.",
+        description="Total number of restarts of servers that died; after that the run fails.",
     )
 
     weights: Literal["auto", "cuda_ipc", "nccl", "shared_memory", "disk"] = Field(
         default="auto",
-        description="How new weights get to vLLM ([engines](operations.md#engines)): read out of "
-        "the GPU that both use (`cuda_ipc`), broadcast to other GPUs (`nccl`), or as a checkpoint "
-        "in `shared_memory` or on `disk`. `auto` is the fastest that is possible, and says why.",
+        description="How vLLM gets new weights ([engines](operations.md#engines)): read on a "
+        "shared GPU (`cuda_ipc`), broadcast to other GPUs (`nccl`), or as a checkpoint in "
+        "`shared_memory` or on `disk`. `auto` is the fastest possible; the reason is logged.",
     )
     sleep: bool | None = Field(
         default=None,
-        description="Whether vLLM gives the GPU's memory to the trainer during an update, where "
-        "they share one. Not set: yes, unless collection runs ahead of training "
+        description="Whether vLLM releases its GPU memory to the trainer during an update, if "
+        "they share a GPU. Not set: yes, unless collection runs ahead of training "
         "(`synchronizer.sync_offset`).",
     )
 
@@ -859,13 +890,13 @@ class LoraSection(Section):
         default=None,
         min_length=1,
         description="Folder or Hub name of an adapter to start from; the reference is then the "
-        "model with this adapter. Not set: a new one, which changes nothing until it is trained.",
+        "model with this adapter. Not set: a new adapter, which initially changes nothing.",
     )
     base_model_name: str | None = Field(
         default=None,
         min_length=1,
-        description="The model's name in adapters: compared with the one at `path`, "
-        "and written into checkpoints. Not set: `model.model_path`.",
+        description="Name of the model in adapters: compared with the name in the adapter at "
+        "`path` and written to checkpoints. Not set: `model.model_path`.",
     )
     lora_rank: int | None = Field(
         default=None, ge=1, description=f"Rank. Not set: {DEFAULT_RANK}, {_OF_PATH}."
@@ -873,22 +904,22 @@ class LoraSection(Section):
     lora_alpha: int | None = Field(
         default=None,
         ge=1,
-        description="The adapter's part is multiplied by lora_alpha / lora_rank. Not set: "
+        description="The adapter's output is scaled by lora_alpha / lora_rank. Not set: "
         f"{DEFAULT_ALPHA}, {_OF_PATH}.",
     )
     lora_dtype: Literal["auto", "float32"] = Field(
-        default="auto", description="Type of the adapter's weights; `auto` is float32."
+        default="auto", description="Data type of the adapter's weights; `auto` is float32."
     )
     target_modules: str | tuple[str, ...] | None = Field(
         default=None,
-        description="Which layers get an adapter: `all-linear` (all but the output layer), a list "
-        "of names or ends of names, or a regular expression for whole names. Not set: "
+        description="Layers that get an adapter: `all-linear` (all except the output layer), a "
+        "list of names or name endings, or a regular expression for whole names. Not set: "
         f"`{DEFAULT_TARGETS}`, {_OF_PATH}.",
     )
     exclude_modules: str | tuple[str, ...] | None = Field(
         default=None,
-        description="Layers among those that get none: a list of names or ends of names, or a "
-        "regular expression for whole names.",
+        description="Layers to exclude: a list of names or name endings, or a regular "
+        "expression for whole names.",
     )
 
     @field_validator("target_modules", "exclude_modules")
@@ -904,36 +935,42 @@ class ModelSection(Section):
 
     model_path: str = Field(
         default="",
-        description="A causal language model: a Hugging Face folder or Hub name, a GGUF file, or "
-        "`package:NAME` ([model paths](model_families.md#model-paths)). Not set: the tiny model "
-        "that comes with tuner.",
+        description="A causal language model: a Hugging Face folder or Hub name, a GGUF file, "
+        "or `package:NAME` ([model paths](model_families.md#model-paths)). Not set: the tiny "
+        "model included in tuner.",
     )
     critic_model_path: str = Field(
         default="",
-        description="The model that ppo's critic starts from, as `model.model_path`, with the "
-        "tokenizer of the policy. Not set: `model.model_path`.",
+        description="Initial model of ppo's critic, in the same form as `model.model_path`, "
+        "with the policy's tokenizer. Not set: `model.model_path`.",
     )
     max_model_len: int | None = Field(
         default=None,
         ge=2,
-        description="Tokens of prompt and answer together; not set: the model's own, less where "
-        "its RoPE frequencies depend on length (`longrope`, `dynamic`).",
+        description="Maximum tokens of prompt and answer together. Not set: the model's own "
+        "maximum, or less if its RoPE frequencies depend on length (`longrope`, `dynamic`).",
     )
     max_response_tokens: ResponseTokens = None
     temperature: float = Field(
-        default=1.0, gt=0, description="Sampling temperature while training."
+        default=1.0, gt=0, description="Sampling temperature during training."
     )
-    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus mass; 1 keeps every token.")
+    top_p: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Probability mass of nucleus sampling; 1 is all tokens.",
+    )
     top_k: TopK = -1
     enable_thinking: Thinking = None
     custom_chat_template: ChatTemplate = None
     chat_template_path: Path | None = Field(
-        default=None, description="The same from a file; set one of the two at most."
+        default=None,
+        description="File with a custom chat template; not together with `custom_chat_template`.",
     )
     lora_configs: tuple[LoraSection, ...] = Field(
         default=(),
-        description="Train a LoRA adapter with the keys below ([training](training.md#lora)), one "
-        "at most. Not set: all weights are trained.",
+        description="Train a LoRA adapter with the keys below ([training](training.md#lora)); "
+        "maximum of one. Not set: all weights are trained.",
     )
 
     @field_validator("lora_configs", mode="before")
@@ -955,8 +992,8 @@ class BranchingSection(Section):
     ends: int = Field(
         default=4,
         ge=2,
-        description="Rollouts that continue from each point, including the one that is branched "
-        "from. Not with `best`, which chooses it.",
+        description="Rollouts that continue from each branch point, including the original one. "
+        "Not with `best`, which chooses the number.",
     )
     trunks: int | None = Field(
         default=None,
@@ -966,30 +1003,30 @@ class BranchingSection(Section):
     )
     where: str = Field(
         default="spread",
-        description="Where the others begin: anywhere (`spread`), at calls before which the model "
-        "was unsure (`uncertain`), where earlier steps have shown that it pays, nowhere included "
-        "(`best`), or as a function says (`package.module:function`, `path/file.py:function`; "
-        "[branches](sampling.md#branches)).",
+        description="Where other rollouts branch: anywhere (`spread`), before calls at which "
+        "the model was uncertain (`uncertain`), where earlier steps show a benefit, which may "
+        "be nowhere (`best`), or where a function decides (`package.module:function`, "
+        "`path/file.py:function`; [branches](sampling.md#branches)).",
     )
     inside: bool = Field(
         default=False,
-        description="Whether they may begin inside an answer. Else before one.",
+        description="Whether a branch may start inside an answer; false: only before one.",
     )
     rounds: int = Field(
         default=1,
         ge=1,
-        description="Further rollouts begin in so many rounds; from the second on also inside "
-        "those of the round before.",
+        description="Number of rounds of branching; from the second on, branches may also start "
+        "inside those of the previous round.",
     )
     on_divergence: Literal["drop", "sample"] = Field(
         default="drop",
-        description="An agent that asks for something else than it did before the point: the "
-        "rollout ends and is left out (`drop`), or is sampled from there (`sample`).",
+        description="If the agent's requests differ from the original before the branch point: "
+        "end the rollout and skip it (`drop`), or sample from there (`sample`).",
     )
     seed_functions: bool = Field(
         default=False,
-        description="Set the random states of Python, NumPy and PyTorch before each rollout, to "
-        "the same for those with one beginning. Needs `explorer.runner_per_model: 1`.",
+        description="Seed the random states of Python, NumPy and PyTorch before each rollout, "
+        "identically for rollouts with the same start. Requires `explorer.runner_per_model: 1`.",
     )
 
     @property
@@ -1018,86 +1055,87 @@ class HistorySection(Section):
 
     sources: Names = Field(
         default=(),
-        description="Run directories, files of traces, folders of them, a server's "
-        "`serving.sqlite`, or logs without tokens ([recorded data](recorded_data.md)). "
-        "`tuner train` sets it.",
+        description="Run directories, trace files, folders of them, a server's "
+        "`serving.sqlite`, or logs without tokens ([recorded data](recorded_data.md)). Set by "
+        "`tuner train`.",
     )
     held_out: float = Field(
         default=0.0,
         ge=0,
         lt=1,
-        description="Share of the tasks that is not trained and whose loss is logged, chosen by a "
-        "hash of each task.",
+        description="Fraction of tasks, chosen by a hash of each task, that are not trained and "
+        "whose loss is logged.",
     )
     min_reward: float | None = Field(
         default=None,
         allow_inf_nan=False,
-        description="Rollouts with a smaller one are left out.",
+        description="Skip rollouts with a smaller reward.",
     )
     max_reward: float | None = Field(
-        default=None, allow_inf_nan=False, description="Those with a larger one are."
+        default=None, allow_inf_nan=False, description="Skip rollouts with a larger reward."
     )
     after: str | None = Field(
         default=None,
-        description="Rollouts that began before this are left out: a date or time in ISO 8601, in "
-        "UTC where it names no zone, or Unix seconds.",
+        description="Skip rollouts that started before this time: an ISO 8601 date or time (UTC "
+        "unless it has a zone), or Unix seconds.",
     )
     before: str | None = Field(
-        default=None, description="Those that began at this time or later are."
+        default=None, description="Skip rollouts that started at this time or later."
     )
     min_version: int | None = Field(
         default=None,
         ge=0,
-        description="Rollouts with a token of weights that had seen fewer updates are left out.",
+        description="Skip rollouts with a token from weights with fewer updates.",
     )
     max_version: int | None = Field(
-        default=None, ge=0, description="Those with a token of weights that had seen more are."
+        default=None, ge=0, description="Skip rollouts with a token from weights with more updates."
     )
     min_step: int | None = Field(
-        default=None, ge=0, description="Rollouts of earlier steps of their run are left out."
+        default=None, ge=0, description="Skip rollouts of earlier steps of their run."
     )
-    max_step: int | None = Field(default=None, ge=0, description="Those of later steps are.")
+    max_step: int | None = Field(
+        default=None, ge=0, description="Skip rollouts of later steps of their run."
+    )
     split: str | None = Field(
         default=None,
         min_length=1,
-        description="Whose rollouts: the name of an evaluation set. Not set: those that were for "
-        "training, and served sessions.",
+        description="Use the rollouts of this evaluation set. Not set: training rollouts and "
+        "served sessions.",
     )
-    roles: Names = Field(
-        default=(), description="Only calls of these roles are trained. Not set: of all."
-    )
+    roles: Names = Field(default=(), description="Train only calls with these roles. Not set: all.")
     outcomes: Names = Field(
-        default=(), description="Only rollouts that ended like this. Not set: all."
+        default=(), description="Use only rollouts with these outcomes. Not set: all."
     )
     tags: Names = Field(
-        default=(), description="Only served sessions with all of these tags. Not set: any."
+        default=(),
+        description="Use only served sessions that have all of these tags. Not set: all.",
     )
     metadata: Arguments = Field(
         default_factory=dict,
-        description="Only rollouts with these values in the metadata of their session, or in their "
-        "task.",
+        description="Use only rollouts with these values in their session's metadata or in "
+        "their task.",
     )
     best: int = Field(
-        default=1, ge=1, description="How many rollouts of a task are imitated, the best. For sft."
+        default=1, ge=1, description="Number of best rollouts per task to imitate. For sft."
     )
     pairs: Literal["best", "all"] = Field(
         default="best",
-        description="Which rollouts of a task are a pair: the best and the worst, or any two with "
-        "different rewards. For dpo.",
+        description="Rollouts of a task that form pairs: the best and the worst (`best`), or "
+        "any two with different rewards (`all`). For dpo.",
     )
     min_gap: float = Field(
         default=0.0,
         ge=0,
         allow_inf_nan=False,
-        description="Pairs whose rewards differ by less are none. For dpo.",
+        description="Minimum difference of rewards in a pair. For dpo.",
     )
     min_effective_samples: float = Field(
         default=0.3,
         ge=0,
         le=1,
-        description="The run stops before an update for which the tokens are worth a smaller share "
-        "of as many new ones ([recorded data](recorded_data.md#how-far-the-weights-may-go)); 0: "
-        "never. Not for sft and dpo.",
+        description="Minimum effective sample size, as a fraction of the number of tokens; the "
+        "run stops before an update below it ([recorded "
+        "data](recorded_data.md#how-far-the-weights-may-go)). 0: never. Not for sft and dpo.",
     )
 
     @field_validator("after", "before")
@@ -1140,33 +1178,33 @@ class PromotionSection(Section):
 
     by: Literal["held_out", "live", "both", "always"] = Field(
         default="held_out",
-        description="Proof that a candidate is better: the evaluation sets "
-        "(`buffer.explorer_input.eval_tasksets`), new sessions that are given to it (`live`), the "
-        "first and then the second (`both`), or nothing (`always`: each update serves at once).",
+        description="Evidence that a candidate is better: the evaluation sets "
+        "(`buffer.explorer_input.eval_tasksets`), new sessions that it serves (`live`), first "
+        "the one and then the other (`both`), or none (`always`: each update serves "
+        "immediately).",
     )
     effect: float = Field(
         default=0.05,
         gt=0,
         allow_inf_nan=False,
-        description="The gain in mean reward that a comparison is planned for: a candidate of "
-        "which it is proven that it gains less is not promoted.",
+        description="Gain in mean reward that a comparison is planned to detect; a candidate "
+        "proven to gain less is not promoted.",
     )
     level: float = Field(
         default=0.05,
         gt=0,
         lt=0.5,
-        description="Probability with which a candidate that is not better is promoted, at most, "
-        "however often one looks.",
+        description="Maximum probability of promoting a candidate that is not better, however "
+        "often the comparison is checked.",
     )
     margin: float = Field(
         default=0.0,
         allow_inf_nan=False,
-        description="By how much a candidate must at least be better; below 0: by how much it may "
-        "be worse.",
+        description="Minimum gain of a candidate; a negative value is the maximum loss.",
     )
     reward_range: tuple[float, float] = Field(
         default=(0.0, 1.0),
-        description="Between which bounds every reward is; one outside of them stops learning.",
+        description="Bounds of every reward; a reward outside of them stops learning.",
     )
 
     @field_validator("reward_range")
@@ -1193,33 +1231,34 @@ class ServingSection(Section):
     admin_key_env: str = Field(
         default="TUNER_ADMIN_KEY",
         min_length=1,
-        description="Environment variable that holds the admin key. Where it is not set one is "
-        "made for this start and printed, on loopback only.",
+        description="Environment variable with the admin key. If it is not set, a key for this "
+        "start is generated and printed, on loopback only.",
     )
     allowed_hosts: Annotated[tuple[str, ...], null_is(tuple)] = Field(
         default=(),
-        description="Names that requests may have in `Host` besides those of loopback, without a "
-        "port: those of the reverse proxy, or of the machine.",
+        description="Allowed values of the `Host` header in addition to loopback, without a "
+        "port: those of the reverse proxy or of the machine.",
     )
     session_header: str = Field(
         default="x-tuner-session",
         pattern=r"^[A-Za-z0-9-]+$",
-        description="Header in which an application's requests may name their session (a name of "
-        "its own for each conversation), and in which answers say its id.",
+        description="Header in which a request may name its session (one name per conversation) "
+        "and a response returns the session's id.",
     )
     max_body_bytes: int = Field(
-        default=32 * 1024 * 1024, ge=1024, description="Bytes of a request's body."
+        default=32 * 1024 * 1024, ge=1024, description="Maximum size of a request body, in bytes."
     )
     requests_per_minute: int | None = Field(
         default=None,
         ge=1,
-        description="Requests with one key in a minute, as many at once as in ten seconds; more "
-        "get 429 with `Retry-After`. Not set: any number.",
+        description="Maximum requests per key and minute, with bursts of ten seconds' worth; "
+        "excess requests get 429 with `Retry-After`. Not set: unlimited.",
     )
     idle_minutes: float | None = Field(
         default=None,
         gt=0,
-        description="Minutes after which a session without a call ends by itself. Not set: never.",
+        description="Minutes without a call after which a session ends automatically. Not set: "
+        "never.",
     )
     keep_days: float | None = Field(
         default=None,
@@ -1228,28 +1267,29 @@ class ServingSection(Section):
     )
     redact: str | None = Field(
         default=None,
-        description="Function that removes what is not to be stored: `package.module:function` or "
-        "`path/file.py:function`, which takes a list of messages and returns the list as it is "
-        "stored. A call that it changes is stored without token ids, and never trained.",
+        description="Function that removes private text before storage: "
+        "`package.module:function` or `path/file.py:function`. It takes a list of messages and "
+        "returns the list to store. A call that it changes is stored without token ids and "
+        "never trained.",
     )
     log: bool = Field(
         default=True,
-        description="Write a line of JSON for each request to the standard error, without contents "
-        "and keys.",
+        description="Write one line of JSON per request to standard error, without contents or "
+        "keys.",
     )
     promotion: PromotionSection = PromotionSection()
     canary: float = Field(
         default=0.2,
         gt=0,
         lt=1,
-        description="Share of new sessions that a candidate gets, with `promotion.by` `live` or "
-        "`both`.",
+        description="Fraction of new sessions served by a candidate, with `promotion.by` `live` "
+        "or `both`.",
     )
     max_staleness: int = Field(
         default=1,
         ge=0,
-        description="Promotions by which the weights that sampled a token may be older than those "
-        "that serve; older tokens are not trained, and counted.",
+        description="Maximum number of promotions between the weights that sampled a token and "
+        "the serving weights; older tokens are not trained, but counted.",
     )
 
     @field_validator("allowed_hosts", mode="before")
@@ -1265,7 +1305,7 @@ class Penalize(Section):
     """`tuner.on_failure: {penalize: value}`"""
 
     penalize: float = Field(
-        allow_inf_nan=False, description="Reward of a rollout that gives none itself."
+        allow_inf_nan=False, description="Reward of a rollout that fails to give one."
     )
 
 
@@ -1275,26 +1315,26 @@ class RemoteModel(Section):
     base_url: str = Field(
         pattern=r"^https?://", description="URL of the API, usually ending in `/v1`."
     )
-    model_name: str = Field(min_length=1, description="The model's name at that URL.")
+    model_name: str = Field(min_length=1, description="Name of the model at that URL.")
     api_key_env: str | None = Field(
-        default=None, min_length=1, description="Environment variable that holds the API key."
+        default=None, min_length=1, description="Environment variable with the API key."
     )
     max_concurrent: int | None = Field(
         default=None,
         ge=1,
-        description="Requests to it at the same time, of all rollouts. Not set: any number.",
+        description="Maximum concurrent requests from all rollouts. Not set: unlimited.",
     )
     input_price: float | None = Field(
         default=None,
         ge=0,
         allow_inf_nan=False,
-        description="Money for a million tokens that it reads.",
+        description="Price per million input tokens.",
     )
     output_price: float | None = Field(
         default=None,
         ge=0,
         allow_inf_nan=False,
-        description="Money for a million tokens that it writes.",
+        description="Price per million output tokens.",
     )
 
     @property
@@ -1332,13 +1372,12 @@ class NamedClass(Section):
 
     type: str = Field(
         min_length=1,
-        description="The name it is registered under, or `package.module:Class`, or "
-        "`path/file.py:Class`.",
+        description="Registered name, `package.module:Class`, or `path/file.py:Class`.",
     )
     args: Arguments = Field(
         default_factory=dict,
-        description="Arguments of its constructor, given as they are; `gconfig` becomes a "
-        "`GenerationHyperparameters`.",
+        description="Arguments of its constructor, passed unchanged, except that `gconfig` "
+        "becomes a `GenerationHyperparameters`.",
     )
 
 
@@ -1351,29 +1390,28 @@ class SelectorSection(Section):
 
     kind: str = Field(
         default="success",
-        description="`success`: tasks that are always or never solved are drawn less; "
-        "`stratified`: each value of `field` has its share, in an order of its own; or a "
-        "function that gives each task a weight (`package.module:function`, "
-        "`path/file.py:function`; [selectors](sampling.md#tasks-drawn-by-success)).",
+        description="`success`: tasks that are always or never solved are drawn less often; "
+        "`stratified`: each value of `field` has its share and its own order; or a function "
+        "that gives each task a weight (`package.module:function`, `path/file.py:function`; "
+        "[selectors](sampling.md#tasks-drawn-by-success)).",
     )
     field: str | None = Field(
         default=None,
         min_length=1,
-        description="A field of the tasks. Each of its values has its share of every step, as far "
-        "as whole tasks go, whichever `kind` draws inside it. Needed for `stratified`.",
+        description="A field of the tasks. Each of its values gets its share of every step, "
+        "rounded to whole tasks; `kind` draws within it. Required by `stratified`.",
     )
     weights: Annotated[dict[str, Weight], null_is(dict)] = Field(
         default_factory=dict,
-        description="How much of a step goes to each value of `field`, in proportion; all of them "
-        "are named. Not set: as many tasks as it has.",
+        description="Relative share of a step for each value of `field`; name all of them. Not "
+        "set: proportional to their numbers of tasks.",
     )
     floor: float = Field(
         default=0.1,
         gt=0,
         le=1,
-        description="The lowest weight of a task, as a share of the highest: so often, beside the "
-        "task that is drawn most, every task is still drawn. 1 draws all alike. Not with "
-        "`stratified`.",
+        description="Minimum weight of a task, as a fraction of the maximum, so every task is "
+        "still drawn. 1 draws all equally. Not with `stratified`.",
     )
 
     @field_validator("kind")
@@ -1400,15 +1438,15 @@ class EnvironmentSection(Section):
 
     kind: Literal[KINDS] | None = Field(  # type: ignore[valid-type]  # the table is elsewhere too
         default=None,
-        description="The format. All further keys are arguments of its class "
+        description="The format. All other keys are arguments of its class "
         "([environments](environments.md)).",
     )
     type: str | None = Field(
         default=None,
         min_length=1,
-        description="Of a queue agent, in place of `kind`: as `tuner.agent.type`.",
+        description="For a queue agent, instead of `kind`: same as `tuner.agent.type`.",
     )
-    args: Arguments = Field(default_factory=dict, description="Beside `type`: as the agent's.")
+    args: Arguments = Field(default_factory=dict, description="With `type`: same as the agent's.")
 
     @classmethod
     def takes_more(cls, given: Mapping[str, Any]) -> bool:
@@ -1438,8 +1476,9 @@ class TrinitySection(Section):
 
     experiences: Literal["merged", "calls"] = Field(
         default="merged",
-        description="Experiences that Trinity-RFT trains on: a rollout's calls, merged where one "
-        "continues the other, or each call by itself. With `token-mean` the gradient is the same.",
+        description="Experiences for Trinity-RFT: the calls of a rollout, merged if one "
+        "continues another (`merged`), or separate (`calls`). With `token-mean` the gradient is "
+        "the same.",
     )
 
 
@@ -1463,71 +1502,72 @@ class TunerSection(Section):
     )
     environment: NamedOrMade | None = Field(
         default=None,
-        description="Workflow, judge and datasets in one, for the commands: the keys below, or "
-        "`package.module:name` or `path/file.py:name` of an environment or of a function that "
-        "makes one ([environments](environments.md)).",
+        description="Workflow, judge and datasets together, for the commands: the keys below, "
+        "or `package.module:name` or `path/file.py:name` of an environment or of a function "
+        "that returns one ([environments](environments.md)).",
     )
     imports: tuple[str, ...] = Field(
         default=(),
-        description="Modules that register agents and environments, gymnasium's too: "
-        "`package.module`, or `path/file.py`.",
+        description="Modules that register agents and environments, including gymnasium's: "
+        "`package.module` or `path/file.py`.",
     )
     backend: Literal["auto", "local", "trinity"] = Field(
         default="auto",
-        description="Who runs the loop: this process, or [Trinity-RFT on Ray](trinity.md). `auto` "
-        "is `trinity` where `cluster.node_num` x `cluster.gpu_per_node` is more than 1, or "
-        "`model.tinker.enable` is true.",
+        description="Where the training loop runs: this process (`local`), or [Trinity-RFT on "
+        "Ray](trinity.md). `auto` is `trinity` if `cluster.node_num` x `cluster.gpu_per_node` "
+        "is more than 1 or `model.tinker.enable` is true, otherwise `local`.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto",
-        description="`auto` takes the GPU if there is one. On `trinity`, `cpu` says that the GPUs "
-        "which `cluster` declares are only counted, as in a test.",
+        description="`auto` uses the GPU if there is one. On `trinity`, `cpu` means that the "
+        "GPUs declared in `cluster` are only counted, as in a test.",
     )
     placement: Literal["auto", "colocate", "separate"] = Field(
         default="auto",
-        description="Where an engine with a copy of the weights is: on the trainer's GPU "
-        "(`colocate`), or on other GPUs (`separate`). `auto` takes what fits and says why "
-        "([engines](operations.md#engines)).",
+        description="Location of an engine with a copy of the weights: the trainer's GPU "
+        "(`colocate`) or other GPUs (`separate`). `auto` chooses by what fits; the reason is "
+        "logged ([engines](operations.md#engines)).",
     )
     engine: EngineSection = EngineSection()
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
-        description="Type of the weights of policy, engine and reference. `auto` is `bfloat16` on "
-        "a GPU that computes with it, and `float32` elsewhere. With `bfloat16` the optimizer keeps "
-        "a float32 copy of the policy's.",
+        description="Data type of the weights of policy, engine and reference. `auto` is "
+        "`bfloat16` on a GPU that supports it, otherwise `float32`. With `bfloat16` the "
+        "optimizer keeps a float32 copy of the policy's weights.",
     )
     optimizer_state: Literal["float32", "8bit"] = Field(
         default="float32",
-        description="Precision of Adam's two moments; `8bit` needs bitsandbytes (extra `gpu`).",
+        description="Precision of Adam's two moments; `8bit` requires bitsandbytes (extra `gpu`).",
     )
     activation_checkpointing: Checkpointing = Field(
         default="auto",
-        description="Compute layers again for the backward pass: less memory. `auto`: on a GPU "
-        "that has no room otherwise.",
+        description="Recompute layers in the backward pass to save memory. `auto`: only on a "
+        "GPU with too little memory otherwise.",
     )
     compile: bool | None = Field(
         default=None,
-        description="Compile the layers for training: less time and memory, for a first start that "
-        "takes about a minute longer. Not set: on a GPU.",
+        description="Compile the layers for training: less time and memory, but the first start "
+        "takes about a minute longer. Not set: true on a GPU.",
     )
-    seed: int = Field(default=42, ge=0, description="Seed of sampling and initialisation.")
+    seed: int = Field(default=42, ge=0, description="Seed of sampling and initialization.")
     deterministic: bool = Field(
         default=False,
-        description="Same weights, bit for bit, from the same seed, also after a kill. Rollouts "
-        "and answers then come one after the other, so it is many times slower.",
+        description="The same seed gives the same weights, bit for bit, even after a kill. "
+        "Rollouts and answers then run one at a time, which is many times slower.",
     )
     on_failure: Literal["drop", "abort"] | Penalize = Field(
         default="drop",
-        description="A rollout that gives no reward: leave it out (`drop`), give it one "
+        description="A rollout without a reward: skip it (`drop`), give it a reward "
         "(`{penalize: value}`), or stop the run (`abort`).",
     )
     tasks: TasksSection = TasksSection()
     workers: Annotated[int, Field(ge=0)] | Literal["auto", "ray"] = Field(
         default=0,
-        description="Processes that run the workflow and the judge, beside the one with gateway, "
-        "engine and trainer; 0: that one runs them. `auto` begins with as many as there are cores, "
-        "and says after the first step how many stay and why ([workers](operations.md#workers)). "
-        "`ray`: on the machines of the cluster at `cluster.ray_address`, as `tuner.ray` says.",
+        description="Processes that run the workflow and the judge, in addition to the main "
+        "process with gateway, engine and trainer; 0: the main process runs them. `auto` starts "
+        "one per core and logs after the first step how many remain and why "
+        "([workers](operations.md#workers)). `ray`: on the machines of the cluster at "
+        "`cluster.ray_address`, configured by `tuner.ray`.",
     )
     ray: RaySection = RaySection()
     branching: BranchingSection | None = None
@@ -1537,49 +1577,52 @@ class TunerSection(Section):
     pass_reward: float = Field(
         default=1.0,
         allow_inf_nan=False,
-        description="A rollout has passed with at least this reward: for `pass_at_<n>` and "
-        "`pass_hat_<n>` of evaluations, which change nothing that is trained, for "
-        "`feedback_attempts` and for `tasks.selector`.",
+        description="Minimum reward of a rollout that counts as passed: for `pass_at_<n>` and "
+        "`pass_hat_<n>` of evaluations (no effect on training), `feedback_attempts` and "
+        "`tasks.selector`.",
     )
     feedback_attempts: int = Field(
         default=0,
         ge=0,
-        description="How often the workflow runs again in the same rollout, with the judge's "
-        "feedback as its argument `feedback`, while the reward is below `pass_reward`; the last "
-        "reward is the rollout's.",
+        description="Maximum number of times that the workflow runs again in the same rollout, "
+        "with the judge's feedback as its argument `feedback`, while the reward is below "
+        "`pass_reward`. The rollout's reward is the last one.",
     )
     signal_patience: int = Field(
         default=3,
         ge=1,
-        description="Steps in a row without anything to learn from. Then a run that never had any "
-        "stops, and so does one whose rollouts fail; one whose rollouts all have the highest "
-        "reward ends early, as completed; any other continues with a warning.",
+        description="Consecutive steps with nothing to learn. Then a run that has never learned "
+        "anything stops, as does one whose rollouts fail. A run whose rollouts all have the "
+        "maximum reward ends early as complete. Any other run continues with a warning.",
     )
-    max_slots: int = Field(default=64, ge=1, description="Answers generated together.")
+    max_slots: int = Field(
+        default=64, ge=1, description="Maximum number of answers generated concurrently."
+    )
     max_calls: int | None = Field(
-        default=None, ge=1, description="Answers that one rollout may ask for. Not set: any number."
+        default=None, ge=1, description="Maximum number of calls per rollout. Not set: unlimited."
     )
     max_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens that the model may write in one rollout. Not set: any number.",
+        description="Maximum number of generated tokens per rollout. Not set: unlimited.",
     )
     max_tool_seconds: float | None = Field(
         default=None,
         gt=0,
-        description="Seconds that one attempt at a rollout may spend in the agent's own code and "
-        "tools, while no answer is awaited. Not set: `explorer.max_timeout` alone.",
+        description="Maximum seconds per attempt in the agent's code and tools, while no call "
+        "is in flight. Not set: limited only by `explorer.max_timeout`.",
     )
     reasoning: Literal["template", "keep"] = Field(
         default="template",
-        description="Earlier reasoning that the chat template or the agent leaves out of a prompt: "
-        "leave it out (`template`), or put it back as it was sampled (`keep`).",
+        description="Earlier reasoning that the chat template or the agent omits from a prompt: "
+        "leave it out (`template`), or restore it as sampled (`keep`).",
     )
     layout: Layout = Field(
         default="tree",
-        description="Train each distinct token of a micro-batch once (`tree`), or rows of calls, "
-        "one after another (`packed`) or side by side (`padded`). A model that cannot be computed "
-        "so takes the next one, and the log says why. The gradient is the same.",
+        description="How a micro-batch is computed: each distinct token once (`tree`), or rows "
+        "of calls, concatenated (`packed`) or side by side (`padded`). If the model does not "
+        "support a layout, the next one is used and the reason is logged. The gradient is the "
+        "same.",
     )
     auxiliary_models: Annotated[dict[str, RemoteModel], null_is(dict)] = Field(
         default_factory=dict,
@@ -1616,26 +1659,29 @@ class TrainerSection(Section):
     """`trainer.*`"""
 
     save_interval: int = Field(
-        default=0, ge=0, description="Checkpoint after every so many steps; 0: only at the end."
+        default=0, ge=0, description="Steps between checkpoints; 0: only at the end."
     )
-    grad_clip: float = Field(default=1.0, gt=0, description="Upper limit of the gradient's norm.")
+    grad_clip: float = Field(default=1.0, gt=0, description="Maximum norm of the gradient.")
     max_token_len_per_gpu: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens in a micro-batch, of no effect on the gradient. Not set: 2 contexts.",
+        description="Maximum tokens in a micro-batch; no effect on the gradient. Not set: 2 "
+        "contexts.",
     )
     optimizer_offload: bool = Field(
         default=False,
-        description="Optimizer state in main memory, where the CPU computes the step. It changes "
-        "memory and speed, not the result.",
+        description="Keep the optimizer state in main memory and compute its step on the CPU. "
+        "Affects memory and speed, not the result.",
     )
     critic_warmup: int = Field(
         default=0,
         ge=0,
-        description="For the first so many steps only the critic is trained. For ppo.",
+        description="Number of initial steps in which only the critic is trained. For ppo.",
     )
     max_checkpoints_to_keep: int = Field(
-        default=0, ge=0, description="Delete older checkpoints beyond so many; 0 keeps all."
+        default=0,
+        ge=0,
+        description="Maximum number of checkpoints; older ones are deleted. 0 keeps all.",
     )
 
     @property
@@ -1649,8 +1695,8 @@ class ClusterSection(Section):
 
     ray_address: str | None = Field(
         default=None,
-        description="The Ray cluster, `host:port`, that workers run on where `tuner.workers` is "
-        "`ray`; the local backend has no other use for one.",
+        description="Address of the Ray cluster, `host:port`, for the workers of "
+        "`tuner.workers: ray`; the local backend does not use it for anything else.",
     )
 
 
@@ -1659,13 +1705,13 @@ class MonitorSection(Section):
 
     monitor_type: tuple[MonitorName, ...] = Field(
         default=("tensorboard",),
-        description="Where metrics go besides the console and `metrics.jsonl`: tensorboard, "
-        "wandb, mlflow, swanlab, or a list of them.",
+        description="Destinations of metrics in addition to the console and `metrics.jsonl`: "
+        "tensorboard, wandb, mlflow, swanlab, or a list of them.",
     )
     monitor_args: Arguments = Field(
         default_factory=dict,
-        description="Given to each monitor as it is; what stands below a monitor's name is for "
-        "that one alone ([trackers](looking.md#trackers)). Passwords and keys best as "
+        description="Passed to each monitor unchanged; arguments below a monitor's name are "
+        "only for that one ([trackers](looking.md#trackers)). Give passwords and keys as "
         "`${oc.env:NAME}`.",
     )
 
@@ -1681,9 +1727,9 @@ class RunConfig(Section):
     _references: dict[str, str] = PrivateAttr(default_factory=dict)
     mode: Literal["both", "explore", "train"] = Field(
         default="both",
-        description="Rollouts and training (`both`); rollouts of the model as it is, which are "
-        "recorded and not trained (`explore`); or training on what was recorded before (`train`). "
-        "Not set: what the algorithm and `tuner.history` need.",
+        description="Rollouts and training (`both`); rollouts that are recorded, without "
+        "training (`explore`); or training on recorded data (`train`). Not set: the mode "
+        "required by the algorithm and `tuner.history`.",
     )
     project: str = Field(default="AgentScope", min_length=1, description="Folder of related runs.")
     name: str = Field(
@@ -1698,7 +1744,7 @@ class RunConfig(Section):
     )
     continue_from_checkpoint: bool = Field(
         default=True,
-        description="Resume a run of this name where it stopped. false: a new run beside it.",
+        description="Resume a run of this name. false: start a new run next to it.",
     )
     algorithm: AlgorithmSection = AlgorithmSection()
     model: ModelSection = ModelSection()
