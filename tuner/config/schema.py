@@ -1,8 +1,8 @@
-"""`RunConfig`: every setting of a run, in the tree of Trinity-RFT's YAML.
+"""`RunConfig`: all settings of a run, in the structure of Trinity-RFT's YAML.
 
-The attributes are the YAML's keys: `config.algorithm.optimizer.lr`. Our own keys are under
-`config.tuner`. A value here is used by the local backend; what it cannot use is refused when the
-configuration is loaded (`tuner.config.foreign`), and never gets this far.
+Attributes are YAML keys: `config.algorithm.optimizer.lr`. Our own keys are under `config.tuner`.
+Every value here is used by the local backend; keys that it does not support are refused when the
+configuration is loaded (`tuner.config.foreign`).
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ from tuner.config.algorithms import (
 from tuner.config.source import concealed
 from tuner.errors import ConfigError
 
-# The base of every section of the configuration: strict names, typed values.
+# Base class of all sections: strict names, typed values.
 
 
 def null_is(empty: Callable[[], Any]) -> BeforeValidator:
-    """A key with nothing under it (`monitor_args:`) is as empty as one that is not there."""
+    """Treat a key without a value (`monitor_args:`) like one that is missing."""
     return BeforeValidator(lambda given: empty() if given is None else given)
 
 
-# Given to something else as they are.
+# Passed on unchanged.
 Arguments = Annotated[dict[str, Any], null_is(dict)]
 
 
 class Section(BaseModel):
-    """A part of the configuration. Unknown keys and booleans in place of numbers are refused."""
+    """A section of the configuration. Unknown keys and booleans in place of numbers are refused."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -88,17 +88,17 @@ class Section(BaseModel):
 
     @classmethod
     def takes_more(cls, given: Mapping[str, Any]) -> bool:
-        """Whether a section like this may have keys that it does not name."""
+        """Whether this section may have keys that it does not define."""
         return False
 
     def is_default(self, name: str) -> bool:
-        """Whether a setting is as if it were not given."""
+        """Whether a setting has its default value."""
         usual = type(self).model_fields[name].get_default(call_default_factory=True)
         return bool(getattr(self, name) == usual)
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """The section that a field's type holds: itself, in a union, a tuple or a dict's values."""
+    """The section in a field's type: the type itself, or in a union, tuple or dict."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     if get_origin(annotation) is Annotated:
@@ -111,9 +111,9 @@ def section_of(annotation: Any) -> type[Section] | None:
 
 # `algorithm.*`: how rewards become a gradient, and the optimizer.
 #
-# What is not set is taken from the table of algorithms when the configuration is loaded: parts from
-# the algorithm's row, their numbers from the parts (`tuner.config.algorithms`). A number that the
-# chosen part does not read stays null, so one that is not null was set, and is refused
+# Defaults come from the table of algorithms when the configuration is loaded: components from the
+# algorithm's row, their arguments from the components (`tuner.config.algorithms`). An argument that
+# the chosen component does not use stays null, so one that is not null was set, and is refused
 # (`tuner.config.rules`).
 
 
@@ -154,7 +154,7 @@ class OptimizerSection(Section):
 
 
 def _arguments(name: str, parts: Iterable[type[Args]]) -> type[Section]:
-    """A section of every argument that one of `parts` has; null where it is not read."""
+    """A section with every argument of `parts`; null if the chosen part does not use it."""
     found: dict[str, Any] = {}
     for part in parts:
         for key, info in part.model_fields.items():
@@ -268,12 +268,12 @@ class AlgorithmSection(Section):
 
     @property
     def row(self) -> Algorithm:
-        """Its row of the table."""
+        """The algorithm's row of the table."""
         return ALGORITHMS[self.algorithm_type]
 
     @property
     def discounts_turns(self) -> bool:
-        """Whether its advantage may compare what calls lead to."""
+        """Whether its advantage may credit calls with later rewards."""
         return self.advantage_fn in TURN_DISCOUNTED
 
     @property
@@ -287,36 +287,36 @@ class AlgorithmSection(Section):
 
     @property
     def penalizes_kl(self) -> bool:
-        """Whether the distance to the reference is taken off the rewards."""
+        """Whether the distance to the reference is subtracted from the rewards."""
         return self.kl_penalty_fn != "none" and self.kl_penalty.kl_coef != 0
 
     @property
     def advantage(self) -> AdvantageArgs:
-        """The advantage with its numbers."""
+        """The advantage with its arguments."""
         return _read(ADVANTAGES[self.advantage_fn], self.advantage_fn_args)
 
     @property
     def policy_loss(self) -> PolicyLossArgs:
-        """The policy loss with its numbers."""
+        """The policy loss with its arguments."""
         return _read(POLICY_LOSSES[self.policy_loss_fn], self.policy_loss_fn_args)
 
     @property
     def kl_penalty(self) -> KLPenalty:
-        """The numbers of the KL that is taken off the rewards."""
+        """Arguments of the KL penalty."""
         return _read(KLPenalty, self.kl_penalty_fn_args)
 
     @property
     def kl_loss(self) -> KLLoss:
-        """The numbers of the KL term of the loss."""
+        """Arguments of the KL term of the loss."""
         return _read(KLLoss, self.kl_loss_fn_args)
 
     @property
     def entropy_loss(self) -> EntropyLoss:
-        """The numbers of the entropy bonus."""
+        """Arguments of the entropy bonus."""
         return _read(EntropyLoss, self.entropy_loss_fn_args)
 
     def unused(self) -> Iterator[tuple[str, str]]:
-        """(dotted key, what does use it) of each number that was set and that nothing reads."""
+        """(dotted key, components that use it) of each argument that was set and is not used."""
         for key in PARTS:
             used = part_of(key, getattr(self, key))
             for name, value in getattr(self, f"{key}_args"):
@@ -336,12 +336,12 @@ ArgsT = TypeVar("ArgsT", bound=Args)
 
 
 def _read(part: type[ArgsT], given: Section) -> ArgsT:
-    """The numbers of a section that a part reads."""
+    """The arguments in a section that a component uses."""
     return part.model_validate({name: getattr(given, name) for name in part.model_fields})
 
 
 def part_of(key: str, name: Any) -> type[Args] | None:
-    """The part that `algorithm.<key>: <name>` chooses, or None where there is no such part."""
+    """The component that `algorithm.<key>: <name>` chooses, or None if it does not exist."""
     if key == "advantage_fn":
         return ADVANTAGES.get(name)
     if key == "policy_loss_fn":
@@ -352,10 +352,10 @@ def part_of(key: str, name: Any) -> type[Args] | None:
 
 
 class CriticSection(Section):
-    """`tuner.critic.*`: the critic of `algorithm.algorithm_type: ppo`, with Trinity-RFT's numbers.
+    """`tuner.critic.*`: the critic of `algorithm.algorithm_type: ppo`, with Trinity-RFT's defaults.
 
-    Its path is `model.critic_model_path`, its gradient is clipped by `trainer.grad_clip`, and
-    `trainer.critic_warmup` is where it starts alone.
+    Its path is `model.critic_model_path`, its gradient is clipped by `trainer.grad_clip`, and it is
+    trained alone during `trainer.critic_warmup`.
     """
 
     lr: float = Field(default=1e-5, gt=0, description="Learning rate of the critic; constant.")
@@ -460,18 +460,18 @@ class AlgorithmExtras(Section):
 
     @property
     def cap(self) -> float | None:
-        """Upper bound of importance weights; None where tokens are not weighed."""
+        """Upper bound of importance weights; None if tokens are not weighted."""
         return None if self.importance_sampling == "none" else self.importance_cap
 
     @property
     def rejection(self) -> tuple[float, float] | None:
-        """Bounds outside of which tokens do not count; None: all do."""
+        """Bounds of the importance weight of trained tokens; None: no bounds."""
         if self.rejection_low is None or self.rejection_high is None:
             return None
         return self.rejection_low, self.rejection_high
 
 
-# `buffer.*`: which tasks or recorded data, in which order, how many for each step.
+# `buffer.*`: tasks or recorded data, their order, and how many each step uses.
 
 
 class DataSelector(Section):
@@ -527,7 +527,7 @@ class FormatSection(Section):
 
 
 class ExperienceBufferSection(Section):
-    """`buffer.trainer_input.experience_buffer.*`: read with `mode: train` only."""
+    """`buffer.trainer_input.experience_buffer.*`: read only with `mode: train`."""
 
     path: str | None = Field(
         default=None,
@@ -548,7 +548,7 @@ class TrainerInput(Section):
 
 
 class RolloutArgs(Section):
-    """`rollout_args.*` of the training tasks: how answers are sampled; not set: as `model.*`."""
+    """`rollout_args.*` of the training tasks: sampling; defaults are those of `model.*`."""
 
     temperature: float | None = Field(
         default=None, ge=0, description="Sampling temperature; not set: `model.temperature`."
@@ -563,7 +563,7 @@ class RolloutArgs(Section):
 
 
 class EvalRolloutArgs(RolloutArgs):
-    """`rollout_args.*` of an evaluation set; greedy unless said otherwise."""
+    """`rollout_args.*` of an evaluation set; greedy by default."""
 
     temperature: float | None = Field(
         default=0.0,
@@ -597,7 +597,7 @@ class TasksetSection(_TasksetBase):
 
 
 class EvalTasksetSection(_TasksetBase):
-    """`buffer.explorer_input.eval_tasksets[]`: tasks that are never trained on."""
+    """`buffer.explorer_input.eval_tasksets[]`: tasks that are never trained."""
 
     name: str = Field(
         default="eval",
@@ -647,7 +647,7 @@ class BufferSection(Section):
     trainer_input: TrainerInput = TrainerInput()
 
 
-# `explorer.*`, `model.*`, `synchronizer.*`, `tuner.engine.*`: who answers, and what with.
+# `explorer.*`, `model.*`, `synchronizer.*`, `tuner.engine.*`: models, engines and their settings.
 
 
 EngineType = Literal["transformers", "vllm", "sglang"]
@@ -663,7 +663,7 @@ _OF_PATH = "or that of the adapter at `path`"
 TOOL_CALL_PARSER = "Reads tool calls out of the model's text; null leaves the text as it is."
 REASONING_PARSER = "Reads `<think>` out of the model's text; null leaves the text as it is."
 
-# What the policy and auxiliary models are both asked.
+# Settings of both the policy and auxiliary models.
 TopK = Annotated[
     int, Field(ge=-1, description="Sample only from the k most probable tokens; -1 is all.")
 ]
@@ -679,7 +679,7 @@ ChatTemplate = Annotated[str | None, Field(description="Custom chat template, as
 
 
 class RolloutModelSection(Section):
-    """`explorer.rollout_model.*`: the policy as the agents see it, and what generates."""
+    """`explorer.rollout_model.*`: the policy's engine and output parsers."""
 
     engine_type: EngineType | Literal["auto"] = Field(
         default="auto",
@@ -739,7 +739,7 @@ class AuxiliaryModelSection(Section):
 
 
 class OverRolloutSection(Section):
-    """`explorer.over_rollout.*`: ending the slowest groups early."""
+    """`explorer.over_rollout.*`: early stop of the slowest groups."""
 
     ratio: float = Field(
         default=0.0,
@@ -797,7 +797,7 @@ class SynchronizerSection(Section):
 
 
 class RaySection(Section):
-    """`tuner.ray.*`: workers on the machines of a Ray cluster, where `tuner.workers` is `ray`."""
+    """`tuner.ray.*`: workers on the machines of a Ray cluster, for `tuner.workers: ray`."""
 
     workers: int | None = Field(
         default=None,
@@ -837,7 +837,7 @@ class RaySection(Section):
 
 
 class EngineSection(Section):
-    """`tuner.engine.*`: vLLM and SGLang servers, beyond what `explorer.rollout_model` says."""
+    """`tuner.engine.*`: vLLM and SGLang servers, in addition to `explorer.rollout_model`."""
 
     urls: tuple[str, ...] = Field(
         default=(),
@@ -871,7 +871,7 @@ class EngineSection(Section):
 
     @property
     def servers(self) -> int:
-        """How many run elsewhere."""
+        """Number of remote servers."""
         return len(self.urls)
 
     @field_validator("urls")
@@ -977,12 +977,12 @@ class ModelSection(Section):
     @classmethod
     def _one_at_most(cls, value: Any) -> Any:
         if isinstance(value, (list, tuple)) and len(value) > 1:
-            raise ValueError("one adapter is trained at most; keep one of them")
+            raise ValueError("only one adapter can be trained; keep one of them")
         return () if value is None else value
 
     @property
     def lora(self) -> LoraSection | None:
-        """The adapter that is trained; None where all weights are."""
+        """The adapter that is trained; None if all weights are."""
         return self.lora_configs[0] if self.lora_configs else None
 
 
@@ -1031,7 +1031,7 @@ class BranchingSection(Section):
 
     @property
     def fewest_trunks(self) -> int:
-        """Rollouts that start at the beginning, at least."""
+        """Minimum number of rollouts that start at the beginning."""
         return self.trunks or 2
 
     @field_validator("where")
@@ -1044,14 +1044,14 @@ class BranchingSection(Section):
         return value
 
 
-# `tuner.history.*`: rollouts that were recorded before, as what a run learns from.
+# `tuner.history.*`: recorded rollouts as training data.
 
 
 Names = Annotated[tuple[str, ...], null_is(tuple)]
 
 
 class HistorySection(Section):
-    """`tuner.history.*`: which recorded rollouts a run learns from; with it `mode` is `train`."""
+    """`tuner.history.*`: selection of recorded rollouts to train on; sets `mode` to `train`."""
 
     sources: Names = Field(
         default=(),
@@ -1152,10 +1152,10 @@ class HistorySection(Section):
 
 
 def unix_seconds(text: str) -> float:
-    """A time of `tuner.history` in Unix seconds.
+    """Convert a time of `tuner.history` to Unix seconds.
 
     Raises:
-        ValueError: It is neither a number nor a time in ISO 8601.
+        ValueError: It is neither a number nor an ISO 8601 time.
     """
     try:
         return float(text)
@@ -1165,16 +1165,17 @@ def unix_seconds(text: str) -> float:
         found = datetime.fromisoformat(text)
     except ValueError:
         raise ValueError(
-            f"{text!r} is no time: write 2026-11-24, 2026-11-24T18:00+01:00 or Unix seconds"
+            f"{text!r} is not a time: write 2026-11-24, 2026-11-24T18:00+01:00 or Unix seconds"
         ) from None
     return (found if found.tzinfo is not None else found.replace(tzinfo=UTC)).timestamp()
 
 
-# `tuner.serving.*`: read by `tuner serve` alone.
+# `tuner.serving.*`: read only by `tuner serve`.
 
 
 class PromotionSection(Section):
-    """`tuner.serving.promotion.*`: when new weights serve, with `tuner serve --train`."""
+    """`tuner.serving.promotion.*`: conditions for serving new weights, with `tuner serve
+    --train`."""
 
     by: Literal["held_out", "live", "both", "always"] = Field(
         default="held_out",
@@ -1219,14 +1220,14 @@ class PromotionSection(Section):
         width = self.reward_range[1] - self.reward_range[0]
         if not -width < self.margin < self.effect < width:
             raise ValueError(
-                f"margin {self.margin:g} should be below effect {self.effect:g}, and both "
-                f"differences of rewards in reward_range, of less than {width:g}"
+                f"margin {self.margin:g} must be below effect {self.effect:g}, and both must be "
+                f"differences of rewards in reward_range, smaller than {width:g}"
             )
         return self
 
 
 class ServingSection(Section):
-    """`tuner.serving.*`: a server's keys, limits and what it keeps."""
+    """`tuner.serving.*`: keys, limits and storage of a server."""
 
     admin_key_env: str = Field(
         default="TUNER_ADMIN_KEY",
@@ -1298,7 +1299,7 @@ class ServingSection(Section):
         return (value,) if isinstance(value, str) else value
 
 
-# `tuner.*`: keys of our own, and the sections below them that are not in another file.
+# `tuner.*`: our own keys.
 
 
 class Penalize(Section):
@@ -1339,28 +1340,28 @@ class RemoteModel(Section):
 
     @property
     def prices(self) -> tuple[float, float]:
-        """For a million tokens read, and written; 0 where it is not said."""
+        """Prices per million input and output tokens; 0 if not set."""
         return self.input_price or 0.0, self.output_price or 0.0
 
     def api_key(self, setting: str) -> str:
-        """The API key; "none" where none is needed.
+        """The API key; "none" if none is needed.
 
         Args:
-            setting: Where this model is set, as the message names it.
+            setting: Name of this model's setting, for the message.
 
         Raises:
-            ConfigError: The environment variable that should hold it is not set.
+            ConfigError: The environment variable is not set.
         """
         key = os.environ.get(self.api_key_env) if self.api_key_env else "none"
         if key is None:
             raise ConfigError(
                 f"{setting}.api_key_env = {self.api_key_env!r}: this environment variable is not "
-                "set; set it, or leave api_key_env out if no key is needed"
+                "set; set it, or remove api_key_env if no key is needed"
             )
         return key
 
     def cost(self, input_tokens: int, output_tokens: int) -> float | None:
-        """Price of so many tokens; None where neither price is set."""
+        """Price of a number of tokens; None if neither price is set."""
         if self.input_price is None and self.output_price is None:
             return None
         read, written = self.prices
@@ -1368,7 +1369,7 @@ class RemoteModel(Section):
 
 
 class NamedClass(Section):
-    """`tuner.agent.*`: a class by name, and what its constructor gets."""
+    """`tuner.agent.*`: a class by name, and its constructor's arguments."""
 
     type: str = Field(
         min_length=1,
@@ -1386,7 +1387,7 @@ Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class SelectorSection(Section):
-    """`tuner.tasks.selector.*`: which tasks a step draws, in place of one order of all of them."""
+    """`tuner.tasks.selector.*`: selection of each step's tasks, instead of a fixed order."""
 
     kind: str = Field(
         default="success",
@@ -1423,7 +1424,7 @@ class SelectorSection(Section):
 
 
 class TasksSection(Section):
-    """`tuner.tasks.*`: which tasks a step trains on."""
+    """`tuner.tasks.*`: selection of a step's tasks."""
 
     selector: SelectorSection | None = None
 
@@ -1432,7 +1433,7 @@ KINDS = ("verifiers", "openenv", "trl", "gymnasium", "areal", "program", "mixtur
 
 
 class EnvironmentSection(Section):
-    """`tuner.environment.*`: an environment in one of `KINDS`, or that of a queue agent."""
+    """`tuner.environment.*`: an environment in one of `KINDS`, or a queue agent's."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -1455,7 +1456,7 @@ class EnvironmentSection(Section):
     @model_validator(mode="after")
     def _one_form(self) -> EnvironmentSection:
         if (self.kind is None) == (self.type is None):
-            raise ValueError(f"give either kind ({', '.join(KINDS)}), or, beside tuner.agent, type")
+            raise ValueError(f"give either kind ({', '.join(KINDS)}), or, with tuner.agent, type")
         return self
 
     @property
@@ -1472,7 +1473,7 @@ NamedOrMade = Annotated[
 
 
 class TrinitySection(Section):
-    """`tuner.trinity.*`: read by the backend `trinity` alone."""
+    """`tuner.trinity.*`: read only by the backend `trinity`."""
 
     experiences: Literal["merged", "calls"] = Field(
         default="merged",
@@ -1487,7 +1488,7 @@ Checkpointing = bool | Literal["auto"]
 
 
 class TunerSection(Section):
-    """`tuner.*`: keys of our own; Trinity-RFT does not know them."""
+    """`tuner.*`: our own keys, unknown to Trinity-RFT."""
 
     workflow: str | None = Field(
         default=None,
@@ -1686,7 +1687,7 @@ class TrainerSection(Section):
 
     @property
     def micro_batch_tokens(self) -> int:
-        """`max_token_len_per_gpu`; a run sets it to 2 contexts where it is not set."""
+        """`max_token_len_per_gpu`; a run sets it to 2 contexts if it is not set."""
         return self.max_token_len_per_gpu or 16384
 
 
@@ -1733,7 +1734,7 @@ class RunConfig(Section):
     )
     project: str = Field(default="AgentScope", min_length=1, description="Folder of related runs.")
     name: str = Field(
-        # Runs that begin in one second are not one run.
+        # Runs that start in the same second are different runs.
         default_factory=lambda: f"{datetime.now():Experiment-%Y%m%d%H%M%S}-{secrets.token_hex(4)}",
         min_length=1,
         description="Name of the run. Not set: `Experiment-<time>`, a new run each time.",
@@ -1774,7 +1775,7 @@ class RunConfig(Section):
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise ValueError("Input should be text that UTF-8 can write") from None
+            raise ValueError("Input should be text that can be encoded in UTF-8") from None
         return value
 
     @property
@@ -1783,7 +1784,7 @@ class RunConfig(Section):
         return self.checkpoint_root_dir / self.project / self.name
 
     def rollout_args(self, taskset: TasksetSection | EvalTasksetSection) -> RolloutArgs:
-        """The sampling settings of a set of tasks, with `model.*` filled in for what it leaves out.
+        """Sampling settings of a set of tasks, with defaults from `model.*`.
 
         Only `max_tokens` may still be None: the room left in the context.
         """
@@ -1797,7 +1798,7 @@ class RunConfig(Section):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether training needs the policy as it was at the start."""
+        """Whether training needs the initial policy."""
         algorithm = self.algorithm
         teaches = algorithm.advantage_fn == "prompt_distill"
         return (
@@ -1809,12 +1810,12 @@ class RunConfig(Section):
 
     @property
     def longest_answer(self) -> int | None:
-        """The most tokens of an answer while training; None where only the context limits it."""
+        """Maximum tokens of an answer during training; None if only the context limits it."""
         return self.rollout_args(self.buffer.explorer_input.taskset).max_tokens
 
     def to_yaml(self) -> str:
-        """The effective configuration as YAML; `load_config` reads it back unchanged, but for the
-        secrets that were given in clear."""
+        """The effective configuration as YAML; `load_config` reads it back unchanged, except for
+        secrets that were given in clear text."""
         from omegaconf import OmegaConf
 
         escaped = _escaped(self.model_dump(mode="json"))
@@ -1826,7 +1827,7 @@ class RunConfig(Section):
 
 
 def _escaped(value: Any) -> Any:
-    """`value` with every `${` marked as text, so that it is not taken for an interpolation."""
+    """`value` with every `${` escaped, so it is not an interpolation."""
     if isinstance(value, dict):
         return {key: _escaped(item) for key, item in value.items()}
     if isinstance(value, list):
