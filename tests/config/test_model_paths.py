@@ -59,7 +59,7 @@ def test_a_folder_of_several_files_lists_them(file):
 
 
 def test_a_missing_file_says_what_lies_beside_it(file):
-    assert "there is no such file" in (said := refused(file.with_name("tinny.gguf")))
+    assert "this file does not exist" in (said := refused(file.with_name("tinny.gguf")))
     assert "has tiny.gguf" in said
 
 

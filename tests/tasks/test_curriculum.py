@@ -347,19 +347,19 @@ def test_rewards_that_never_pass_are_told_once_they_should_have():
     [
         (["tuner.tasks.selector.kind=stratified"], "name a field of the tasks"),
         (["tuner.tasks.selector.kind=hardest"], "must be success, stratified or module:function"),
-        (["tuner.tasks.selector.weights={a: 1}"], "name the field that they are about"),
+        (["tuner.tasks.selector.weights={a: 1}"], "set it to the field that they belong to"),
         (["tuner.tasks.selector={field: a, weights: {a: 0}}"], "greater than 0"),
         (["tuner.tasks.selector.floor=0"], "greater than 0"),
         (
             ["tuner.tasks.selector={kind: stratified, field: a, floor: 0.5}"],
-            "stratified gives no task a weight: remove it",
+            "stratified does not weight tasks: remove it",
         ),
         (
             [
                 "tuner.tasks.selector={}",
                 "buffer.explorer_input.taskset.data_selector.selector_type=shuffle",
             ],
-            "tuner.tasks.selector says which tasks a step draws: remove one of them",
+            "tuner.tasks.selector already selects the tasks of a step: remove one of them",
         ),
         (
             ["tuner.tasks.selector={}", "algorithm.algorithm_type=sft"],

@@ -75,7 +75,7 @@ class Start:
         again = f"; {self.recorded} recorded rollouts are trained again" if self.recorded else ""
         if not self.trained and not self.explored:
             return f"{run_dir} has no checkpoint yet: starting over{again}"
-        return f"going on after step {self.trained or self.explored} in {run_dir}{again}"
+        return f"resuming after step {self.trained or self.explored} in {run_dir}{again}"
 
 
 def require_same_run(

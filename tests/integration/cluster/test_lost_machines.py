@@ -137,7 +137,7 @@ def test_a_run_that_loses_machines_says_which_and_trains_every_step_once(three, 
     driver = run.start()
     said = run.ended(driver, minutes=20)
     assert driver.returncode == 0, said
-    assert "going on after step" in said
+    assert "resuming after step" in said
     check_whole(run, before)
     result = json.loads((run.run_dir / "result.json").read_text())["tokens"]
     assert result["sampled"] == result["trained"] + sum(result["dropped"].values())

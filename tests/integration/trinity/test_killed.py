@@ -103,7 +103,7 @@ def test_a_run_that_loses_its_driver_trainer_and_engine_trains_every_step_once(k
     os.kill(trainer, signal.SIGKILL)
     said = killed.ended(driver)
     assert driver.returncode == 1
-    assert "going on after step 1" in said
+    assert "resuming after step 1" in said
     assert "TrainingError: Trinity-RFT ended before its time: 1 of 4 steps were trained" in said
     assert f"the actor trainer (process {trainer} on " in said
     assert "It printed last:" in said
@@ -133,7 +133,7 @@ def test_a_run_that_loses_its_driver_trainer_and_engine_trains_every_step_once(k
     driver = killed.start()
     said = killed.ended(driver, minutes=40)
     assert driver.returncode == 0
-    assert "going on after step 2" in said
+    assert "resuming after step 2" in said
     assert "2 recorded rollouts are trained again" in said
     assert none_is_left(killed.name)
     check_whole(killed, before)
