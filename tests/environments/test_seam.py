@@ -380,7 +380,7 @@ async def test_a_queue_agent_comes_with_its_data_and_closes_what_is_idle():
     assert environment.train_dataset == ROWS
     await environment.run_ended()
     assert door.closed == 1
-    with pytest.raises(ConfigError, match="give type and args"):
+    with pytest.raises(ConfigError, match="only the keys type and args"):
         Areal({"typ": "a"}, {"type": "b"})
 
 

@@ -156,7 +156,7 @@ def test_where_no_sample_is_used_again_it_is_the_clean_run_bit_for_bit(mistaken,
         assert new == old
     text = str(found)
     assert f"the first step in which a reward changed: {first}" in text
-    assert f"no more, since before step {first + 1} the tokens" in text
+    assert f"the rest is not reused because before step {first + 1} the tokens" in text
 
 
 def test_samples_are_used_again_and_every_token_is_accounted_for(mistaken, clean, reused):
@@ -198,7 +198,7 @@ def test_of_the_steps_after_the_change_as_many_are_sampled_anew_as_is_said(mista
     assert used > 1
     uses = [step.use for step in found.record.steps[first - 1 :]]
     assert uses == ["again"] * used + ["anew"] * (7 - first - used)
-    assert "no more, since these are 60% of the steps (--max-reused); before step" in str(found)
+    assert "the rest is not reused because these are 60% of the steps (--max-reused)" in str(found)
 
 
 def test_a_rebased_run_that_is_killed_goes_on_to_the_same_weights(

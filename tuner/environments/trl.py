@@ -2,8 +2,8 @@
 
     from tuner.environments.trl import GRPOConfig, GRPOTrainer      # was: from trl import ...
 
-Reward functions receive the finished completions of one group at a time. A completion that none of
-them scores has no reward; it is not trained and does not affect the others.
+Reward functions are called once per group, with its completed completions. A completion that no
+function scores has no reward: it is not trained and does not count for the others.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from tuner.runs.result import TuneResult
 
 
-# A completion in TRL's form, from text or messages, with tools and environments.
+# A completion made like TRL's: from text or messages, with tools and environments.
 
 
 _NO_TOOLS = ("reset", "get_reward")
@@ -49,15 +49,15 @@ _NO_TOOLS = ("reset", "get_reward")
 
 @dataclass(frozen=True)
 class Completed:
-    """A completion for reward functions.
+    """A completion as reward functions see it.
 
     Attributes:
-        prompt: Prompt, including the environment's text.
-        completion: Text for a text prompt; for messages, the messages that were added.
-        ids: Token ids after the prompt, including results of tools.
-        step: Number of updates of the weights so far.
-        environment: Its environment, or None; and where to return it.
-        metrics: Numbers of tool calls and of failed ones.
+        prompt: The prompt with the environment's text.
+        completion: Text for a text prompt; for messages the added messages.
+        ids: Token ids after the prompt, including tool results.
+        step: Number of weight updates so far.
+        environment: The rollout's environment, or None, and where to return it.
+        metrics: Number of tool calls, and of failed ones.
     """
 
     prompt: Any
@@ -69,21 +69,21 @@ class Completed:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def get_text_content(self) -> str:
-        """The completion as text for people."""
+        """The completion in readable form."""
         if isinstance(self.completion, str):
             return self.completion
         return str(self.completion[-1].get("content") or "") if self.completion else ""
 
 
 class Instances:
-    """A pool of environments, created when none is idle, one per running rollout; and their tools.
+    """Environments, created when none is idle (one for each running rollout), and their tools.
 
     Args:
-        factory: TRL's `environment_factory`, or None.
+        factory: A factory in TRL's form, or None.
         tools: Functions that are tools in every environment.
 
     Raises:
-        ConfigError: An environment has no `reset`, or a tool no docstring or types.
+        ConfigError: An environment has no `reset`, or a tool has no docstring or types.
     """
 
     def __init__(self, factory: Any, tools: Sequence[Callable[..., Any]]) -> None:
@@ -106,11 +106,11 @@ class Instances:
                 self.rewarding_classes.append(type(instance))
 
     def __getstate__(self) -> dict[str, Any]:
-        """In another process it creates new environments, since they may not be picklable."""
+        """Another process creates its own environments: these may not be picklable."""
         return {**self.__dict__, "_idle": defaultdict(list)}
 
     async def take(self, task: Mapping[str, Any]) -> tuple[str | None, Any]:
-        """An environment for a row, by its name; None if there are none.
+        """An environment for a row, and its name; None if there are none.
 
         Raises:
             DatasetError: The row names an unknown environment.
@@ -127,12 +127,12 @@ class Instances:
         return name, idle.pop() if idle else await in_thread(self._factories[name])
 
     def give_back(self, name: str | None, instance: Any) -> None:
-        """Return an environment to the pool; the next rollout resets it."""
+        """Return an environment for another rollout, which resets it."""
         if instance is not None:
             self._idle[name].append(instance)
 
     def clear(self) -> None:
-        """Remove idle environments."""
+        """Drop the idle ones."""
         self._idle.clear()
 
     def tools_of(self, name: str | None, instance: Any) -> Tools:
@@ -144,12 +144,12 @@ class Instances:
 
 @dataclass
 class Tools:
-    """Functions that the model may call, and their descriptions.
+    """Functions that the model may call, and their schemas.
 
     Attributes:
         functions: By name.
-        schemas: In OpenAI's format.
-        called, failed: Number of calls, and of those that raised an error.
+        schemas: In OpenAI's form.
+        called, failed: Number of calls, and of calls that raised.
     """
 
     functions: Mapping[str, Callable[..., Any]]
@@ -158,7 +158,7 @@ class Tools:
     failed: int = 0
 
     async def result_of(self, name: str, arguments: str) -> Any:
-        """The result of a call, or its error in TRL's words to the model."""
+        """The result of a call, or its error in TRL's form."""
         self.called += 1
         try:
             if name not in self.functions:
@@ -176,7 +176,7 @@ class Tools:
 
 @dataclass
 class Prompted:
-    """A prompt to complete."""
+    """A prompt to be completed."""
 
     prompt: Any
     tools: Tools
@@ -193,13 +193,13 @@ class Prompted:
         instances: Instances,
         config: GRPOConfig,
     ) -> Prompted:
-        """A row's prompt, with the environment's text at its reset.
+        """A row's prompt, with the text of the environment's reset.
 
         Raises:
-            DatasetError: The row has no prompt, or has images.
+            DatasetError: The row has no prompt, or images.
         """
         if images := [key for key in ("image", "images") if task.get(key) is not None]:
-            raise DatasetError(f"the row has {images[0]}: only text can be trained here")
+            raise DatasetError(f"the row has {images[0]}: only text can be trained")
         empty = [{"role": "user", "content": ""}]
         prompt = copy.deepcopy(task.get("prompt", None if environment is None else empty))
         tools = instances.tools_of(name, environment)
@@ -217,7 +217,7 @@ class Prompted:
         return cls(prompt, tools, config, environment, name)
 
     async def completed(self, model: Any) -> Completed:
-        """Its completion, sampled with the settings of `args`."""
+        """Complete the prompt; `args` sets the sampling."""
         added = None if isinstance(self.prompt, str) else await self._answered(model)
         if added is None:
             await self._continued(model)
@@ -245,7 +245,7 @@ class Prompted:
         )
 
     async def _answered(self, model: Any) -> list[dict[str, Any]]:
-        """The messages added to the prompt, in TRL's form."""
+        """Messages added to the prompt, in TRL's form."""
         sent, added = list(self.prompt), []
         limit = self.config.max_tool_calling_iterations
         limit = sys.maxsize if limit is None else limit
@@ -267,7 +267,7 @@ class Prompted:
         return added
 
     def _sampling(self, model: Any = None) -> dict[str, Any]:
-        """Sampling settings of a call; others are the run's."""
+        """Sampling settings of a call; the others are the run's."""
         found: dict[str, Any] = {}
         if (left := self._room(model)) is not None:
             found["max_tokens"] = left
@@ -281,7 +281,7 @@ class Prompted:
         return None if isinstance(self.prompt, str) else self.config.chat_template_kwargs or None
 
     def _room(self, model: Any) -> int | None:
-        """Remaining tokens of the completion, with results of all tools except the next ones."""
+        """Tokens left for the completion; counts tool results except the next ones."""
         limit: int | None = self.config.max_completion_length
         if limit is None:
             return None
@@ -300,8 +300,7 @@ def _methods(instance: Any) -> list[Callable[..., Any]]:
 
 
 def _schemas(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
-    """Schemas of tools; raises ConfigError if a docstring, an argument's type or its description is
-    missing."""
+    """Raises ConfigError if a tool has no docstring, or an argument no type or description."""
     if not tools:
         return []
     from transformers.utils.chat_template_utils import get_json_schema
@@ -342,8 +341,8 @@ def _as_trl(message: Any) -> dict[str, Any]:
 
 
 def _ids(calls: Sequence[Any]) -> list[int]:
-    """Token ids after the first prompt, up to the end of the last call; only sampled ones if
-    the last call does not continue the first."""
+    """Ids after the first prompt, up to the end of the last call; only the sampled ids if the last
+    call does not continue the first."""
     if not calls:
         return []
     first, last = calls[0].prompt_ids, calls[-1]
@@ -353,33 +352,34 @@ def _ids(calls: Sequence[Any]) -> list[int]:
 
 
 def _step(session: str) -> int:
-    """Updates of the weights before a rollout, from a session name such as `train-3-0-1-1`."""
+    """Weight updates before a rollout, from its session's name, such as `train-3-0-1-1`."""
     split, step, *numbers = session.rsplit("-", 4)
     return int(step) - (split == "train") if len(numbers) == 3 else 0
 
 
-# TRL's reward functions on a group's completions, called and summed as in TRL.
+# TRL's reward functions on a group's completions: called and added like in TRL.
 
 
-# Reward functions that are not async are written for a trainer that calls one at a time.
+# Reward functions that are not async expect a trainer that calls one at a time.
 _ONE_AT_A_TIME = threading.Lock()
-# Groups are judged concurrently, and if two threads import transformers, one may see a partial
-# module.
+# Groups are judged concurrently, and if two threads import transformers, one may find it
+# half imported.
 _IMPORTING = threading.Lock()
 
 
 class RewardFunctions:
     """Reward functions and their weights.
 
-    Those that are not async run in a thread, one at a time as in TRL.
+    Functions that are not async run in a thread, never two at a time, because TRL calls them one at
+    a time.
 
     Args:
-        functions: TRL's reward functions; reward models are not supported.
-        weights: One per function, or None for 1.
-        classes: Classes of environments with their own reward, which counts once.
+        functions: Functions in TRL's form; reward models are not supported.
+        weights: One for each function, or None for 1.
+        classes: Classes of environments that have a reward of their own, which counts once.
 
     Raises:
-        ConfigError: A function cannot be called, there is none, or the number of weights differs.
+        ConfigError: One cannot be called, there is none, or the number of weights differs.
     """
 
     def __init__(
@@ -393,7 +393,7 @@ class RewardFunctions:
         if weights is not None and len(weights) != len(functions):
             raise ConfigError(
                 f"GRPOConfig.reward_weights has {len(weights)} weights for {len(functions)} "
-                "reward functions: set one for each"
+                "reward functions: give one for each"
             )
         own = [functools.partial(_reward_of_environment, one) for one in classes]
         self._functions = [*functions, *own]
@@ -416,7 +416,7 @@ class RewardFunctions:
         Args:
             task: Their row.
             group: The completions.
-            max_steps: Number of steps of the run, for `trainer_state`.
+            max_steps: Steps of the run, for `trainer_state`.
 
         Raises:
             FunctionError: A function did not return a reward or None for each completion.
@@ -450,7 +450,7 @@ class RewardFunctions:
         ]
 
     async def _columns(self, arguments: dict[str, Any], count: int) -> list[list[float | None]]:
-        """The result of each function; async functions run concurrently."""
+        """Rewards of each function; async functions run concurrently."""
         found: dict[int, Any] = {}
         waiting = {}
         for index, function in enumerate(self._functions):
@@ -490,7 +490,7 @@ class RewardFunctions:
 
 
 def _state(step: int, max_steps: int) -> Any:
-    """transformers' class, whose import takes seconds and loads PyTorch."""
+    """transformers' TrainerState; its import takes seconds and needs PyTorch."""
     with _IMPORTING:
         from transformers import TrainerState
 
@@ -498,7 +498,7 @@ def _state(step: int, max_steps: int) -> Any:
 
 
 def _check(function: Any, where: str) -> None:
-    """Raise ConfigError for a reward model, a class, or an object that cannot be called."""
+    """Raises ConfigError for a reward model, a class, or anything that cannot be called."""
     bases = type(function).__mro__
     if isinstance(function, str) or any(one.__module__.startswith("torch.nn") for one in bases):
         raise ConfigError(
@@ -510,8 +510,7 @@ def _check(function: Any, where: str) -> None:
 
 
 def _checked(said: Any, name: str, count: int) -> list[float | None]:
-    """A function's rewards; raises FunctionError unless there is a number or None for each
-    completion."""
+    """Raises FunctionError unless there is a reward or None for each completion."""
     try:
         rewards = [None if one is None else float(one) for one in said]
     except (TypeError, ValueError):
@@ -530,7 +529,7 @@ def _checked(said: Any, name: str, count: int) -> list[float | None]:
 async def _reward_of_environment(
     made: type[Any], environments: Sequence[Any], **_: Any
 ) -> list[float | None]:
-    name = _name_of(made)  # in a worker the class may exist twice: sent, and imported
+    name = _name_of(made)  # a worker may have the class twice: sent, and imported
     return [await _rewarded(one) if _name_of(type(one)) == name else None for one in environments]
 
 
@@ -555,24 +554,20 @@ __all__ = ["TRL", "GRPOConfig", "GRPOTrainer", "from_trl"]
 
 
 class TRL(Environment):
-    """The arguments of a `GRPOTrainer` as an environment.
+    """A `GRPOTrainer`'s arguments as an environment.
 
     Args:
         reward_funcs: One or several, sync or async, or objects with `__call__`; called with
-            `prompts`,
-            `completions`, `completion_ids`, the columns of the row, `trainer_state`, `log_extra`,
-            `log_metric` and, if there are any, `environments`. A string names one, as in the file:
-            `path/file.py:name`, `package.module:name`.
+            `prompts`, `completions`, `completion_ids`, the columns of the row, `trainer_state`,
+            `log_extra`, `log_metric` and, if there are any, `environments`.
+            A string refers to one, as in the file: `path/file.py:name`, `package.module:name`.
         train_dataset, eval_dataset: Rows with a `prompt`, a text or messages.
-        args: A GRPOConfig, ours or TRL's, or a mapping: defaults for settings that neither the file
-            nor
-            the caller of `tune()` sets. None: none.
+        args: A GRPOConfig (ours or TRL's), or a mapping: settings that neither the file nor the
+            caller of `tune()` sets. None: no settings.
         tools: Functions that the model may call, with types and a docstring in Google's style.
-        environment_factory: Creates environments, or a mapping with one per value of the row's
-            field
-            `environment`. Their methods are tools; `reset(**row)` may return text, `get_reward()`
-                is an
-            additional reward.
+        environment_factory: Makes environments; or a mapping of factories, chosen by the row's
+            field `environment`. Their methods are tools; `reset(**row)` may return a text,
+            `get_reward()` is one more reward.
 
     Raises:
         ConfigError: There is no reward, or an argument is not supported.
@@ -600,7 +595,7 @@ class TRL(Environment):
         )
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         if train_dataset is None and environment_factory is not None:
-            # The environment gives the prompt: as many rows as a step has.
+            # The environment provides the prompts: as many rows as a step needs.
             count = prompts_in_a_step(config)
             self.train_dataset = [{"prompt": [{"role": "user", "content": ""}]}] * count
         if args is not None:
@@ -608,14 +603,14 @@ class TRL(Environment):
         self._config, self._steps = config, int(self.settings.get("buffer.total_steps", 0))
 
     def check_settings(self, config: RunConfig) -> None:
-        """Record the length of the run; the file and overrides take precedence over `args`."""
+        """Remember the length of the run; the file and overrides win over `args`."""
         self._steps = config.buffer.total_steps or self._steps
 
     async def workflow(self, task: dict[str, Any], model: Any) -> WorkflowOutput:
-        """The completion of a prompt, with its tool calls.
+        """Complete a prompt, with tool calls.
 
         Raises:
-            DatasetError: The row has no prompt, or has images.
+            DatasetError: The row has no prompt, or images.
         """
         name, instance = await self._instances.take(task)
         prompted = await Prompted.of(task, name, instance, self._instances, self._config)
@@ -623,7 +618,7 @@ class TRL(Environment):
         return WorkflowOutput(response=completed, metrics=completed.metrics)
 
     async def _judge(self, task: dict[str, Any], responses: list[Completed]) -> list[JudgeOutput]:
-        """The rewards of a group, weighted and summed."""
+        """Weighted sums of the rewards of a group."""
         outputs = await self._rewards.of(task, responses, max_steps=self._steps)
         for one in responses:
             self._instances.give_back(one.environment_name, one.environment)
@@ -634,20 +629,20 @@ class TRL(Environment):
         return self._judge
 
     async def close(self) -> None:
-        """Remove idle environments."""
+        """Drop the idle environments."""
         self._instances.clear()
 
 
 class GRPOTrainer:
-    """A GRPOTrainer whose `train()` is `tune()`; refuses unsupported arguments by name.
+    """A GRPOTrainer whose `train()` is `tune()`; unsupported arguments are rejected by name.
 
-    Args: Same as TRL's.
+    Args: Those of TRL.
 
     Attributes:
-        environment: The environment passed to `tune()`.
+        environment: The environment for `tune()`.
 
     Raises:
-        ConfigError: An argument has no equivalent here.
+        ConfigError: An argument is not supported.
     """
 
     def __init__(
@@ -669,18 +664,15 @@ class GRPOTrainer:
     ) -> None:
         refused = {
             "processing_class": (processing_class, "the tokenizer of the model's folder is used"),
-            "reward_processing_classes": (
-                reward_processing_classes,
-                "reward models are not supported",
-            ),
-            "callbacks": (callbacks, "metrics are in metrics.jsonl and the trackers of report_to"),
+            "reward_processing_classes": (reward_processing_classes, "there are no reward models"),
+            "callbacks": (callbacks, "see metrics.jsonl, or set report_to"),
             "optimizers": (tuple(optimizers) != (None, None), "set them in args"),
             "quantization_config": (quantization_config, "weights are trained unquantized"),
-            "rollout_func": (rollout_func, "use a workflow: tune(workflow, ...)"),
+            "rollout_func": (rollout_func, "use a workflow instead: tune(workflow, ...)"),
         }
         for name, (value, instead) in refused.items():
             if value:
-                raise ConfigError(f"GRPOTrainer's {name} is not supported here: {instead}")
+                raise ConfigError(f"GRPOTrainer's {name} is not supported: {instead}")
         if not isinstance(model, (str, Path)):
             raise ConfigError(
                 f"GRPOTrainer's model is a {type(model).__name__}: pass the name or folder that it "
@@ -701,11 +693,10 @@ class GRPOTrainer:
         self.result: TuneResult | None = None
 
     def train(self, **given: Any) -> TuneResult:
-        """Run the training.
+        """Train the model.
 
         Args:
-            given: Other arguments of `tune()`, such as `overrides` and `config_path`, which take
-                precedence
+            given: Further arguments of `tune()`, such as `overrides` and `config_path`, which win
                 over args.
         """
         from tuner.tune import tune
@@ -726,28 +717,25 @@ class GRPOTrainer:
 
 
 def from_trl(model: Any, reward_funcs: Any = None, args: Any = None, **given: Any) -> TRL:
-    """Convert a GRPOTrainer's arguments to an environment: `tune(environment=from_trl(...))`.
+    """A GRPOTrainer's arguments as an environment: `tune(environment=from_trl(...))`.
 
-    Args: Same as TRL's `GRPOTrainer`.
+    Args: Those of TRL's `GRPOTrainer`.
 
     Raises:
-        ConfigError: An argument has no equivalent here.
+        ConfigError: An argument is not supported.
     """
     return GRPOTrainer(model, reward_funcs, args, **given).environment
 
 
 def _adapter(config: Any) -> dict[str, Any]:
-    """Convert peft's `LoraConfig` to keys of the file.
-
-    Raises:
-        ConfigError: It is another kind of adapter, or has an unsupported field.
-    """
+    """peft's `LoraConfig` as keys of the file; raises ConfigError for another adapter, or a
+    field that is not supported."""
     if type(config).__name__ != "LoraConfig":
         raise ConfigError(f"peft_config is a {type(config).__name__}: only LoraConfig is supported")
     if config.target_modules is None:
         raise ConfigError(
-            "peft_config.target_modules is not set, and peft would choose by the model: name the "
-            "layers, or 'all-linear'"
+            "peft_config.target_modules is not set, and peft's default depends on the model: name "
+            "the layers, or set 'all-linear'"
         )
     for name in (
         "lora_dropout",
@@ -757,7 +745,7 @@ def _adapter(config: Any) -> dict[str, Any]:
         "layers_to_transform",
     ):
         if value := getattr(config, name, None):
-            raise ConfigError(f"peft_config.{name} is {value!r}, which is not supported here")
+            raise ConfigError(f"peft_config.{name} is {value!r}, which is not supported")
     targets = config.target_modules
     one = {
         "lora_rank": config.r,
@@ -768,7 +756,7 @@ def _adapter(config: Any) -> dict[str, Any]:
 
 
 def _loaded(given: Any, argument: str) -> Any:
-    """The function named by a string; a string that names none is a model's name."""
+    """The function that a string refers to; other strings are names of models."""
     refers = isinstance(given, str) and ":" in given
     return load_function(given, setting=argument) if refers else given
 

@@ -165,7 +165,7 @@ def refused_by_serve(config):
     ("refuse", "why"),
     [
         (candidates._check_settings, "run the workflow and the judge in this process"),
-        (shared_run._check_settings, "the loop in the open runs agents in its own process"),
+        (shared_run._check_settings, "an explicit training loop runs agents in its own process"),
         (refused_by_serve, "runs its functions in its own process"),
     ],
 )
