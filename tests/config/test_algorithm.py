@@ -149,7 +149,7 @@ def test_algorithms_of_trinity_that_are_not_here_are_refused_with_the_reason(nam
         ("algorithm.advantage_fn_args.lam=0.9", "set algorithm.advantage_fn to ppo"),
         (
             "algorithm.algorithm_type=ppo tuner.algorithm.turn_discount=0.9",
-            "algorithm.advantage_fn ppo does not compare what calls lead to: set "
+            "algorithm.advantage_fn ppo does not credit calls with later rewards: set "
             "algorithm.advantage_fn_args.gamma",
         ),
         (
