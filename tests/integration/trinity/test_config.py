@@ -209,7 +209,7 @@ def test_evaluations_are_greedy_unless_said_otherwise(trinity, tmp_path):
          "unknown key buffer.explorer_input.eval_tasksets.0.pth; did you mean "
          "buffer.explorer_input.eval_tasksets.0.path?"),
         ("tuner.sed=3", "unknown key tuner.sed; did you mean tuner.seed?"),
-        ("algorithm.advantage_fn_args={std_cal_level: none}", "Trinity-RFT has only group and batch"),
+        ("algorithm.advantage_fn_args={std_cal_level: none}", "only group and batch"),
         ("algorithm.loss_agg_mode=rollout-mean", "rollout-mean"),
         ("algorithm.advantage_fn=best_of_group", "Trinity-RFT does not have this advantage"),
         ("algorithm.optimizer.lr_scheduler_type=linear", "constant and cosine"),
