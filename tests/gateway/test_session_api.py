@@ -12,7 +12,8 @@ from tests.kit.toy import StubEngine, gateway_of
 from tuner.engines.base import EngineError
 from tuner.errors import TunerError
 from tuner.gateway.request_error import RequestError
-from tuner.gateway.session_api import RemoteDoor, RemoteSession, shared
+from tuner.gateway.service import Reply
+from tuner.gateway.session_api import RemoteDoor, RemoteSession, shared, value_of
 from tuner.gateway.sessions import InFlight
 
 USER = [{"role": "user", "content": "hi"}]
@@ -50,6 +51,24 @@ async def test_calls_and_what_is_said_of_them_are_the_sessions(by_port):
             assert await in_a_thread(lambda: remote.base_url) == gateway.base_url
     assert [call.reward for call in session.calls] == [0.5, None]
     assert session.calls[1].masked == ((0, 1), (1, 2))
+
+
+async def test_a_tokenizer_that_was_exchanged_on_the_way_is_not_unpickled():
+    async with gateway_of(StubEngine([])) as gateway:
+        session = gateway.open_session("r")
+        with shared(session, gateway.base_url) as opened:
+            other = RemoteSession(opened._replace(tokenizer_digest="0" * 64))
+            with pytest.raises(TunerError, match="is not the run's"):
+                await in_a_thread(lambda: other.tokenizer)
+            found = await in_a_thread(lambda: RemoteSession(opened).tokenizer)
+            assert found.get_vocab() == session.tokenizer.get_vocab()
+
+
+async def test_an_answer_that_names_a_function_as_error_calls_nothing():
+    told = {"module": "builtins", "class": "exec", "message": "raise SystemExit"}
+    reply = Reply(500, json.dumps({"error": told}).encode())
+    with pytest.raises(RuntimeError, match="exec: raise SystemExit"):
+        value_of(reply)
 
 
 async def test_agents_cannot_reward_themselves_and_a_key_ends_with_its_rollout():

@@ -174,7 +174,7 @@ def test_distillation_brings_the_student_to_the_teacher_without_a_reward(imitate
 
 def test_a_teacher_of_another_vocabulary_is_refused(random_model_path, tmp_path):
     with pytest.raises(
-        ConfigError, match=r"the teacher 'expert' has a different vocabulary.*token 256  "
+        ConfigError, match=r"the teacher 'expert' has a different vocabulary.*token 256 "
     ):
         tune(
             only_solve,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import hashlib
 import importlib
 import inspect
 import json
@@ -50,6 +51,9 @@ class SharedSession(NamedTuple):
         scripted: Whether recorded functions may be given their results.
         url: Where its gateway is: `http://host:port`, `https://host/path` or `unix:/path`.
         base_url: What other clients there use, with "/v1"; None: they ask the session.
+        tokenizer_digest: SHA-256 of the pickled tokenizer. It comes with the functions and not
+            over the network, so that nobody in between can exchange the pickle; None on a socket
+            of this machine.
     """
 
     id: str
@@ -61,6 +65,7 @@ class SharedSession(NamedTuple):
     scripted: bool
     url: str
     base_url: str | None = None
+    tokenizer_digest: str | None = None
 
 
 @contextmanager
@@ -72,6 +77,7 @@ def shared(session: Session, base_url: str | None = None) -> Iterator[SharedSess
     """
     owner_key = secrets.token_urlsafe(24)
     session.host.shared[owner_key] = session
+    rendered = base_url and session.service.renderer  # a remote model's tokenizer is not known
     try:
         yield SharedSession(
             session.id,
@@ -83,6 +89,7 @@ def shared(session: Session, base_url: str | None = None) -> Iterator[SharedSess
             scripted=session.script is not None,
             url=base_url.removesuffix("/v1") if base_url else session.host.socket_url,
             base_url=base_url,
+            tokenizer_digest=_digest(_tokenizer(session)) if rendered else None,
         )
     finally:
         del session.host.shared[owner_key]
@@ -114,6 +121,10 @@ def _tokenizer(session: Session) -> bytes:
     if tokenizer not in _pickled:
         _pickled[tokenizer] = pickle.dumps(tokenizer, pickle.HIGHEST_PROTOCOL)
     return _pickled[tokenizer]
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _credit(session: Session, call: str, what: str, value: Any) -> None:
@@ -191,9 +202,9 @@ def _raised(told: Mapping[str, Any]) -> Exception:
         return RequestError(told["message"], **found | {"path": path})
     module, name, text = told["module"], told["class"], told["message"]
     if module.partition(".")[0] in (builtins.__name__, "tuner"):
-        error = getattr(importlib.import_module(module), name)(text)
-        assert isinstance(error, Exception)
-        return error
+        kind = getattr(importlib.import_module(module), name)
+        if isinstance(kind, type) and issubclass(kind, Exception):  # and not eval, say
+            return kind(text)
     return RuntimeError(f"{name}: {text}")
 
 
@@ -495,7 +506,16 @@ class RemoteSession(Access):
     @property
     def tokenizer(self) -> Any:
         """A copy of the model's."""
-        return self._ask_once("tokenizer", pickle.loads)
+        return self._ask_once("tokenizer", self._unpickled)
+
+    def _unpickled(self, data: bytes) -> Any:
+        expected = self._opened.tokenizer_digest
+        if expected is not None and _digest(data) != expected:
+            raise TunerError(
+                f"the tokenizer from {self._opened.url} is not the run's: something between this "
+                "machine and the run changed it; use an https address in tuner.ray.base_url"
+            )
+        return pickle.loads(data)
 
     @property
     def end_ids(self) -> frozenset[int]:
