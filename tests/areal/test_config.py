@@ -228,7 +228,7 @@ def test_a_gconfig_is_made_of_a_dict(write):
 
 
 def test_a_configuration_without_its_agent_says_what_to_add():
-    with pytest.raises(ConfigError, match="give it a property `agent` that returns an AgentAbstr"):
+    with pytest.raises(ConfigError, match="add a property `agent` that returns an AgentAbstr"):
         AgentExperiment().workflow()
 
 

@@ -114,7 +114,7 @@ def test_algorithms_of_trinity_that_are_not_here_are_refused_with_the_reason(nam
             "algorithm.algorithm_type=raft algorithm.entropy_loss_fn_args.entropy_coef=0.1",
             "set algorithm.entropy_loss_fn to default",
         ),
-        ("algorithm.policy_loss_fn=sft", "do not go together"),
+        ("algorithm.policy_loss_fn=sft", "are incompatible"),
         ("algorithm.algorithm_type=raft algorithm.kl_penalty_fn=k1", "set algorithm.kl_loss_fn"),
         (
             "algorithm.algorithm_type=sapo algorithm.policy_loss_fn_args.tau_neg=0.5",
@@ -123,12 +123,12 @@ def test_algorithms_of_trinity_that_are_not_here_are_refused_with_the_reason(nam
         ("algorithm.policy_loss_fn_args.clip_range_low=1", "nothing would be clipped"),
         ("algorithm.algorithm_type=topr tuner.algorithm.importance_cap=3", "remove it"),
         ("algorithm.algorithm_type=opmd tuner.algorithm.proximal=recompute", "remove it"),
-        ("tuner.algorithm.success_rate_ub=0.2 tuner.algorithm.success_rate_lb=0.8", "left out"),
-        ("tuner.algorithm.rejection_low=0.5", "set both or none"),
+        ("tuner.algorithm.success_rate_ub=0.2 tuner.algorithm.success_rate_lb=0.8", "skipped"),
+        ("tuner.algorithm.rejection_low=0.5", "set both or neither"),
         ("tuner.algorithm.overlong_buffer=20", "set model.max_response_tokens"),
         (
             "model.max_response_tokens=10 tuner.algorithm.overlong_buffer=20",
-            "an answer may have 10 tokens",
+            "maximum answer length is 10 tokens",
         ),
         ("tuner.algorithm.overlong_penalty=2", "set tuner.algorithm.overlong_buffer"),
         (
@@ -140,7 +140,7 @@ def test_algorithms_of_trinity_that_are_not_here_are_refused_with_the_reason(nam
         (
             "algorithm.algorithm_type=ppo algorithm.repeat_times=1 "
             "tuner.algorithm.dynamic_sampling=true",
-            "every group would be left out",
+            "every group would be skipped",
         ),
         (
             "algorithm.algorithm_type=ppo algorithm.advantage_fn_args.std_threshold=0.1",
@@ -149,7 +149,7 @@ def test_algorithms_of_trinity_that_are_not_here_are_refused_with_the_reason(nam
         ("algorithm.advantage_fn_args.lam=0.9", "set algorithm.advantage_fn to ppo"),
         (
             "algorithm.algorithm_type=ppo tuner.algorithm.turn_discount=0.9",
-            "algorithm.advantage_fn ppo does not compare what calls lead to: set "
+            "algorithm.advantage_fn ppo does not credit calls with later rewards: set "
             "algorithm.advantage_fn_args.gamma",
         ),
         (
@@ -169,7 +169,7 @@ def test_algorithms_of_trinity_that_are_not_here_are_refused_with_the_reason(nam
 def test_settings_that_would_have_no_use_or_no_sense_are_refused_by_name(overrides, text):
     message = refusal(*overrides.split())
     assert text in message
-    assert overrides.split()[-1].partition("=")[0] in message or "do not go together" in message
+    assert overrides.split()[-1].partition("=")[0] in message or "are incompatible" in message
 
 
 def test_our_own_settings_reach_the_trainer():

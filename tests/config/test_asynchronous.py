@@ -14,7 +14,7 @@ LIMIT = "algorithm.sample_strategy_args.max_staleness=2"
     ("overrides", "text"),
     [
         ([OFFSET, "tuner.deterministic=true"], "synchronizer.sync_offset is 2 and tuner.determin"),
-        ([STRATEGY, LIMIT], "with synchronizer.sync_offset 0 nothing is ever old"),
+        ([STRATEGY, LIMIT], "with synchronizer.sync_offset 0 no token is too old"),
         ([OFFSET, STRATEGY], "sample_strategy_args.max_staleness is not set"),
         ([OFFSET, LIMIT], "max_staleness is 2, but algorithm.sample_strategy is default"),
         (["explorer.over_rollout.wait_after_min=1"], "explorer.over_rollout.ratio is 0"),

@@ -112,15 +112,15 @@ def test_values_that_need_a_cluster_are_refused_together_with_file_and_line(writ
 @pytest.mark.parametrize(
     ("override", "text"),
     [
-        ("synchronizer.sync_interval=2", "has the new weights after every step"),
+        ("synchronizer.sync_interval=2", "gets new weights after every step"),
         ("synchronizer.sync_style=fully_async", "always has the newest weights"),
         ("explorer.rollout_model.enable_openai_api=false", "set it to true"),
-        ("explorer.rollout_model.tensor_parallel_size=2", "the trainer's own weights"),
+        ("explorer.rollout_model.tensor_parallel_size=2", "the trainer's weights"),
         ("explorer.rollout_model.gpu_memory_utilization=0.9", "engine_type to vllm"),
         ("explorer.rollout_model.dtype=bfloat16", "set tuner.dtype (now auto)"),
         ("explorer.rollout_model.max_model_len=5", "set model.max_model_len (now not set)"),
         ("trainer.use_dynamic_bsz=false", "max_token_len_per_gpu"),
-        ("explorer.rollout_model.enable_lora=true", "model.lora_configs is what trains"),
+        ("explorer.rollout_model.enable_lora=true", "trained with model.lora_configs"),
         ("model.tinker.enable=true", "does not use Tinker"),
         ("buffer.explorer_input.taskset.repeat_times=4", "set algorithm.repeat_times (now 8)"),
         ("data_processor.task_pipeline.num_process=2", "not in this version"),
@@ -361,7 +361,7 @@ def test_evaluation_is_greedy_unless_said_otherwise(write):
         (["model.max_model_len=64", "model.max_response_tokens=64"], "leaves no room for a prompt"),
         (
             ["model.custom_chat_template=x", "model.chat_template_path=y"],
-            "set one of the two|set one of them",
+            "set one of them",
         ),
         (
             [
@@ -372,7 +372,7 @@ def test_evaluation_is_greedy_unless_said_otherwise(write):
         ),
         (
             ["tuner.reasoning=keep", "explorer.rollout_model.reasoning_parser=none"],
-            "reasoning_parser is none: reasoning cannot be told",
+            "reasoning_parser is none: the reasoning in an answer cannot be identified",
         ),
         (["buffer.explorer_input.eval_tasksets=[{}, {}]"], "eval_tasksets.1.name is 'eval'"),
         (["buffer.explorer_input.eval_tasksets=[{name: train}]"], "which is taken"),
@@ -424,8 +424,8 @@ def test_root_config_trains_the_tiny_model_or_the_real_one(monkeypatch):
         ("{lora_dtype: bfloat16}", "lora_dtype is 'bfloat16': must be 'auto' or 'float32'"),
         ("{is_dummy: true}", "set it to false"),
         ("{target_modules: []}", "must name at least one layer"),
-        ("{path: a/b/c, exclude_modules: [x]}", "exclude_modules is set beside path"),
-        ("{}, {}", "one adapter is trained at most"),
+        ("{path: a/b/c, exclude_modules: [x]}", "exclude_modules is set together with path"),
+        ("{}, {}", "only one adapter can be trained"),
     ],
 )
 def test_adapters_that_cannot_be_trained_are_refused(item, text):
@@ -524,7 +524,7 @@ def test_secrets_are_written_as_the_reference_they_came_from_or_not(write, tmp_p
         pass
     message = refusal(directory.config)
     for key in ("monitor.monitor_args.uri", "tuner.agent.args.api_key"):
-        assert f"{key} was given in clear when the run was started" in message
+        assert f"{key} was given in clear text when the run was started" in message
     again = ["monitor.monitor_args.uri=http://h", "tuner.agent.args.api_key=k"]
     assert load_config(directory.config, overrides=again).monitor.monitor_args == {
         "uri": "http://h",

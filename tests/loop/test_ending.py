@@ -180,7 +180,7 @@ def test_a_run_that_breaks_keeps_what_it_learned_and_resumes_from_there(
     with pytest.raises(TrainingError, match=r"6 of 6 rollouts.*LookupError: no tool") as caught:
         tune(random_model_path, tmp_path, Scripted(MIXED, None))
     checkpoint = tmp_path / "p/run/checkpoints/step_000003"
-    assert f"What it had learned is in {checkpoint}" in str(caught.value)
+    assert f"The weights are in {checkpoint}" in str(caught.value)
     assert "it resumes after step 3" in str(caught.value)
     assert checkpoint.is_dir()
     fixed = Scripted(MIXED)

@@ -304,7 +304,7 @@ def test_steps_are_the_full_batches_of_all_epochs(random_model_path, tmp_path):
 
 @pytest.mark.parametrize("path", ["no/such/folder", "./missing", "/nowhere"])
 def test_missing_model_folder_is_named_with_its_setting(path):
-    with pytest.raises(ModelLoadError, match=r"model\.model_path = .*there is no such folder"):
+    with pytest.raises(ModelLoadError, match=r"model\.model_path = .*this folder does not exist"):
         load_model(path, device=torch.device("cpu"), dtype=torch.float32)
 
 
@@ -333,7 +333,7 @@ def test_a_folder_of_the_organisations_name_hides_no_model_of_the_hub(tmp_path, 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     check_path("Org/there", "model.model_path")
-    with pytest.raises(ModelLoadError, match="there is no such folder"):
+    with pytest.raises(ModelLoadError, match="this folder does not exist"):
         check_path("Org/elsewhere", "model.model_path")
 
 

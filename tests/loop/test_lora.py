@@ -285,7 +285,9 @@ def test_another_name_of_the_same_model_can_be_given(tmp_path):
 
 
 def test_missing_and_foreign_folders_are_named(tmp_path):
-    with pytest.raises(ModelLoadError, match=r"model\.lora_configs\.0\.path.*no such folder"):
+    with pytest.raises(
+        ModelLoadError, match=r"model\.lora_configs\.0\.path.*this folder does not exist"
+    ):
         add(make_model(), path=str(tmp_path / "none"))
     with pytest.raises(ModelLoadError, match="cannot be loaded: ValueError: Can't find 'adapter_"):
         add(make_model(), path=str(tmp_path))

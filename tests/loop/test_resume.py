@@ -237,7 +237,7 @@ def test_damaged_checkpoint_is_passed_over_for_the_one_before(
     assert same(tune(runs.config(random_model_path, tmp_path)), straight)
     said = " ".join(capsys.readouterr().out.split())
     assert "is damaged" in said
-    assert "going on after step 2" in said
+    assert "resuming after step 2" in said
     names = {path.name for path in (unfinished / "checkpoints").iterdir()}
     assert {"step_000004", "step_000004.damaged"} <= names
 

@@ -230,7 +230,7 @@ def test_awake_vllm_leaves_room_for_an_update_as_far_as_it_has_enough():
                 "tuner.engine.sleep=true",
                 "synchronizer.sync_offset=1",
             ],
-            "sync_offset is 1, with which vLLM generates during updates",
+            "sync_offset is 1, so vLLM generates during updates",
         ),
         (
             [
@@ -242,13 +242,16 @@ def test_awake_vllm_leaves_room_for_an_update_as_far_as_it_has_enough():
         (["explorer.rollout_model.engine_type=sglang"], "tuner.engine.urls is not set, but"),
         (
             [*SGLANG, "explorer.rollout_model.tensor_parallel_size=2"],
-            "tensor_parallel_size is 2, but SGLang servers run elsewhere",
+            "tensor_parallel_size is 2, but SGLang servers are remote",
         ),
         ([*SGLANG, "tuner.placement=colocate"], "tuner.placement is colocate"),
         ([*SGLANG, "tuner.deterministic=true"], "engine_type is sglang, whose numbers depend"),
-        ([*SGLANG, "model.lora_configs=[{lora_rank: 4}]"], "adapters are not handed over"),
+        ([*SGLANG, "model.lora_configs=[{lora_rank: 4}]"], "does not support adapters"),
         ([*SGLANG, "model.top_k=3", "model.top_p=0.9"], r"top_k is 3 and model.top_p is 0\.9"),
-        (["explorer.rollout_model.engine_type=vllm", "tuner.deterministic=true"], "who else"),
+        (
+            ["explorer.rollout_model.engine_type=vllm", "tuner.deterministic=true"],
+            "depend on concurrent requests",
+        ),
         (
             ["explorer.rollout_model.engine_type=vllm", "tuner.engine.urls=[a:1]"],
             "does not start with http",

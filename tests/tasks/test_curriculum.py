@@ -192,7 +192,7 @@ def test_what_a_file_does_not_tell_is_an_error_and_no_guess(tmp_path):
     notes = tmp_path / "tasks.jsonl"
     go_on(Curriculum(config(), TASKS, notes=notes), range(1, 5))
     whole = notes.read_text().splitlines(keepends=True)
-    with pytest.raises(TunerError, match="results of 4 steps, and the run goes on after step 7"):
+    with pytest.raises(TunerError, match="results of 4 steps, and the run resumes after step 7"):
         Curriculum(config(), TASKS, notes=notes, start=7)
     for damaged, said in (
         ([*whole[:3], *whole[4:]], "after the results of step 1"),
@@ -347,19 +347,19 @@ def test_rewards_that_never_pass_are_told_once_they_should_have():
     [
         (["tuner.tasks.selector.kind=stratified"], "name a field of the tasks"),
         (["tuner.tasks.selector.kind=hardest"], "must be success, stratified or module:function"),
-        (["tuner.tasks.selector.weights={a: 1}"], "name the field that they are about"),
+        (["tuner.tasks.selector.weights={a: 1}"], "set it to the field that they belong to"),
         (["tuner.tasks.selector={field: a, weights: {a: 0}}"], "greater than 0"),
         (["tuner.tasks.selector.floor=0"], "greater than 0"),
         (
             ["tuner.tasks.selector={kind: stratified, field: a, floor: 0.5}"],
-            "stratified gives no task a weight: remove it",
+            "stratified does not weight tasks: remove it",
         ),
         (
             [
                 "tuner.tasks.selector={}",
                 "buffer.explorer_input.taskset.data_selector.selector_type=shuffle",
             ],
-            "tuner.tasks.selector says which tasks a step draws: remove one of them",
+            "tuner.tasks.selector already selects the tasks of a step: remove one of them",
         ),
         (
             ["tuner.tasks.selector={}", "algorithm.algorithm_type=sft"],

@@ -336,7 +336,7 @@ def test_traces_of_a_store_are_equal_to_those_written(tmp_path):
 
 @pytest.mark.parametrize("text", ["yesterday", "2026-13-01"])
 def test_a_time_that_is_none_is_refused(text):
-    with pytest.raises(ValueError, match="is no time: write"):
+    with pytest.raises(ValueError, match="is not a time: write"):
         HistorySection(after=text)
 
 

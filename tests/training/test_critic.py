@@ -264,7 +264,7 @@ def test_saved_critic_goes_on_bit_for_bit(tmp_path):
 
 def test_a_trainer_without_a_critic_is_not_taken_up_with_one(tmp_path):
     PolicyTrainer(tiny_model(), changed(PPO, advantage="rloo")).save(tmp_path / "state.pt")
-    with pytest.raises(TrainingError, match="holds no critic"):
+    with pytest.raises(TrainingError, match="has no critic"):
         PolicyTrainer(tiny_model(), PPO).load(tmp_path / "state.pt")
 
 

@@ -1,8 +1,8 @@
-"""Configurations as dataclasses that users derive from, by AReaL's names; and reading them.
+"""Configuration dataclasses with AReaL's names, for users to subclass, and their loader.
 
-Each setting is one of `tuner.config`, which is what the run gets (`GRPOConfig.run_config`): there
-is no second place where a default or a check lives. Other settings go into `tuner`, by the names of
-docs/reference/configuration.md. They are read and checked before PyTorch is imported.
+Each setting corresponds to one of `tuner.config`, which the run receives (`GRPOConfig.run_config`),
+so defaults and checks exist only there. Other settings go into `tuner`, with the names of
+docs/reference/configuration.md. They are checked before PyTorch is imported.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ if TYPE_CHECKING:
 
 
 class _RunSection:
-    """A section; it knows the run that its configuration describes."""
+    """A section with a reference to the run that its configuration describes."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     _run: Callable[[], Run] | None = None
 
     @property
     def run(self) -> Run:
-        """The run that the actor and the rollout engine of one configuration share.
+        """The run shared by the actor and the rollout engine of one configuration.
 
         Raises:
-            ConfigError: The section was made alone.
+            ConfigError: The section does not belong to a configuration.
         """
         if self._run is None:
             raise ConfigError(
-                f"this {type(self).__name__} belongs to no configuration, so it does not say which "
-                "model is trained: pass the section of a GRPOConfig (config.actor, config.rollout)"
+                f"this {type(self).__name__} belongs to no configuration, so the trained model is "
+                "unknown: pass the section of a GRPOConfig (config.actor, config.rollout)"
             )
         return self._run()
 
@@ -58,12 +58,12 @@ class OptimizerConfig:
 
     lr: float = setting(1e-6, "learning rate")
     weight_decay: float = setting(0.01, "decoupled weight decay")
-    beta1: float = setting(0.9, "decay of the first moment")
-    beta2: float = setting(0.999, "decay of the second moment")
+    beta1: float = setting(0.9, "decay rate of the first moment")
+    beta2: float = setting(0.999, "decay rate of the second moment")
     lr_scheduler_type: str = setting("constant", "constant, linear or cosine")
-    min_lr_ratio: float = setting(0.01, "where linear and cosine end, as a share of lr")
-    warmup_steps_proportion: float = setting(0.0, "share of the steps in which lr rises")
-    gradient_clipping: float = setting(1.0, "upper limit of the gradient's norm")
+    min_lr_ratio: float = setting(0.01, "final lr of linear and cosine, as a fraction of lr")
+    warmup_steps_proportion: float = setting(0.0, "fraction of the steps in which lr rises")
+    gradient_clipping: float = setting(1.0, "maximum norm of the gradient")
 
 
 @dataclass
@@ -72,24 +72,24 @@ class PPOActorConfig(_RunSection):
 
     path: str = setting("", "folder or Hub name of the model; empty: tuner's tiny one")
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    eps_clip: float = setting(0.2, "how far the ratio may fall below 1, and rise above it")
-    eps_clip_higher: float | None = setting(None, "how far it may rise, where that differs")
+    eps_clip: float = setting(0.2, "maximum distance of the ratio from 1, in both directions")
+    eps_clip_higher: float | None = setting(None, "maximum distance above 1, if different")
     c_clip: float = setting(3.0, "dual clip: bound of the ratio for negative advantages")
-    kl_ctl: float = setting(0.0, "what rewards are charged for the distance to the reference (k1)")
-    reward_scaling: float = setting(1.0, "rewards become (reward + reward_bias) * this")
+    kl_ctl: float = setting(0.0, "weight of the KL penalty (k1) on rewards")
+    reward_scaling: float = setting(1.0, "rewards become (reward + reward_bias) * reward_scaling")
     reward_bias: float = setting(0.0, "see reward_scaling")
-    behav_imp_weight_cap: float = setting(2.0, "bound of the weight of tokens of older weights")
-    max_tokens_per_mb: int | None = setting(None, "tokens in one micro-batch")
+    behav_imp_weight_cap: float = setting(2.0, "maximum importance weight of older tokens")
+    max_tokens_per_mb: int | None = setting(None, "maximum tokens in a micro-batch")
 
 
 @dataclass
 class InferenceEngineConfig(_RunSection):
-    """`rollout`: running workflows."""
+    """`rollout`: execution of workflows."""
 
-    max_concurrent_rollouts: int = setting(16, "rollouts that run at the same time")
-    max_head_offpolicyness: int = setting(0, "updates by which a sample may be too old")
-    request_timeout: float = setting(3600.0, "seconds for one attempt at a rollout")
-    request_retries: int = setting(0, "further attempts at a rollout that failed")
+    max_concurrent_rollouts: int = setting(16, "maximum number of concurrent rollouts")
+    max_head_offpolicyness: int = setting(0, "maximum age of a sample, in updates")
+    request_timeout: float = setting(3600.0, "time limit of an attempt at a rollout, in seconds")
+    request_retries: int = setting(0, "additional attempts at a failed rollout")
 
 
 @dataclass
@@ -97,59 +97,60 @@ class DatasetConfig:
     """`train_dataset`."""
 
     path: str = setting("", "folder, file or Hub name")
-    batch_size: int = setting(8, "tasks in one step")
+    batch_size: int = setting(8, "tasks per step")
     shuffle: bool = setting(True, "draw a new order for each epoch")
 
 
 @dataclass
 class GRPOConfig:
-    """A run. Derive from it to add settings of your own; a `__post_init__` of your own calls
+    """A run. Subclass it to add settings; a `__post_init__` of the subclass must call
     `super().__post_init__()`."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     experiment_name: str = setting("areal", "folder of related runs")
     trial_name: str = setting("trial", "name of the run")
-    fileroot: str = setting("./checkpoints", "runs lie in fileroot/experiment_name/trial_name")
+    fileroot: str = setting("./checkpoints", "runs are in fileroot/experiment_name/trial_name")
     seed: int = setting(42, "seed of sampling and of the dataset's order")
-    total_train_epochs: int = setting(1, "how often to go through the tasks")
+    total_train_epochs: int = setting(1, "passes over the tasks")
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     actor: PPOActorConfig = field(default_factory=PPOActorConfig)
     rollout: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
     train_dataset: DatasetConfig = field(default_factory=DatasetConfig)
-    success_rate_lb: float = setting(0.0, "groups with fewer successes are left out: too hard")
-    success_rate_ub: float = setting(1.0, "groups with more successes are left out: too easy")
+    success_rate_lb: float = setting(0.0, "groups with fewer successes are skipped as too hard")
+    success_rate_ub: float = setting(1.0, "groups with more successes are skipped as too easy")
     turn_discount: float | None = setting(
-        None, "what a turn gets of what the next one leads to; not set: a reward is for all turns"
+        None, "discount from a turn to the previous one; not set: all turns get the reward"
     )
     tuner: dict[str, Any] = field(
-        default_factory=dict, metadata={"help": "any other setting, by the names of tuner.config"}
+        default_factory=dict, metadata={"help": "any other setting, with the names of tuner.config"}
     )
 
     def __post_init__(self) -> None:
         self.actor._run = self.rollout._run = cache(self._new_run)
 
     def _new_run(self) -> Run:
-        from tuner.areal.shared_run import Run  # imports PyTorch: once the settings are in order
+        # imports PyTorch, so only after the settings are checked
+        from tuner.areal.shared_run import Run
 
         return Run(self.run_config)
 
     @property
     def tokenizer_path(self) -> str:
-        """Where the model's tokenizer is: beside the model."""
+        """Location of the model's tokenizer: the model's folder."""
         return self.actor.run.config.model.model_path
 
     def run_config(self) -> RunConfig:
-        """The settings of the run that this describes.
+        """The settings of the run.
 
         Raises:
-            ConfigError: A value is out of its range, or in conflict with another.
+            ConfigError: A value is out of range or conflicts with another.
         """
         actor, optimizer = self.actor, self.actor.optimizer
         higher = actor.eps_clip if actor.eps_clip_higher is None else actor.eps_clip_higher
         limit: int | None = self.gconfig.max_new_tokens
         if limit == GenerationHyperparameters().max_new_tokens:
-            limit = None  # the room that is left
+            limit = None  # the remaining room
         table = read_table(Path(__file__).with_name("areal_keys.yaml"))
         selector = "buffer.explorer_input.taskset.data_selector"
         given: dict[str, Any] = {key: attrgetter(field)(self) for field, key in table.items()} | {
@@ -177,19 +178,19 @@ class AgentExperiment:
 
     @property
     def agent(self) -> AgentAbstraction:
-        """The agent by its registered name."""
+        """The agent, by its registered name."""
         raise _missing(self, "agent", "AgentAbstraction")
 
     @property
     def env(self) -> EnvServiceAbstraction:
-        """The environment by its registered name."""
+        """The environment, by its registered name."""
         raise _missing(self, "env", "EnvServiceAbstraction")
 
     def workflow(self) -> QueueWorkflow:
-        """Both as a workflow.
+        """Agent and environment as a workflow.
 
         Raises:
-            ConfigError: There is no such agent or environment, or it does not take the arguments.
+            ConfigError: The agent or environment does not exist, or does not take the arguments.
         """
         from tuner.areal.queue_workflow import QueueWorkflow
 
@@ -198,7 +199,7 @@ class AgentExperiment:
 
 def _missing(config: AgentExperiment, name: str, kind: str) -> ConfigError:
     return ConfigError(
-        f"{type(config).__name__} does not say its {name}: give it a property `{name}` that "
+        f"{type(config).__name__} does not set its {name}: add a property `{name}` that "
         f"returns an {kind}"
     )
 
@@ -207,21 +208,22 @@ ConfigT = TypeVar("ConfigT")
 
 
 def load_expr_config(argv: Sequence[str], config_class: type[ConfigT]) -> tuple[ConfigT, str]:
-    """A configuration from a YAML file and `key=value` overrides, checked.
+    """Load and check a configuration from a YAML file and `key=value` overrides.
 
-    `--help` prints every setting with its type, default and meaning. The configuration as it is in
-    the end is written to `<fileroot>/<experiment_name>/<trial_name>/areal.yaml`.
+    `--help` prints every setting with its type, default and meaning. The resulting configuration is
+    written to `<fileroot>/<experiment_name>/<trial_name>/areal.yaml`.
 
     Args:
-        argv: `--config FILE`, which may be missing, and overrides such as `actor.eps_clip=0.3`.
+        argv: `--config FILE`, which is optional, and overrides such as `actor.eps_clip=0.3`.
         config_class: A dataclass, derived from `GRPOConfig`.
 
     Returns:
         The configuration, and the path of the file that was written.
 
     Raises:
-        ConfigError: The file or an override cannot be read, or a key is unknown or of the wrong
-            type; all of them are named.
+        ConfigError: The file or an override cannot be read, or keys are unknown or of the wrong
+            type;
+            names all of them.
     """
     parser = argparse.ArgumentParser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -243,7 +245,7 @@ def load_expr_config(argv: Sequence[str], config_class: type[ConfigT]) -> tuple[
         raise ConfigError(f"{config_class.__name__}: {'; '.join(lines)}") from None
     folder = Path(config.fileroot) / config.experiment_name / config.trial_name  # type: ignore[attr-defined]
     if isinstance(config, GRPOConfig):
-        config.run_config()  # refuses what is in conflict
+        config.run_config()  # raises on conflicts
     from tuner.runs.directory import make_private
 
     make_private(folder)
@@ -254,7 +256,7 @@ def load_expr_config(argv: Sequence[str], config_class: type[ConfigT]) -> tuple[
 
 
 def _sentence(problem: ErrorDetails, known: Sequence[str]) -> str:
-    """The problem of a setting, and what to do."""
+    """A problem with a setting, and its fix."""
     key = ".".join(map(str, problem["loc"]))
     if problem["type"] == "unexpected_keyword_argument":
         meant = get_close_matches(key, known, n=1)
@@ -263,7 +265,7 @@ def _sentence(problem: ErrorDetails, known: Sequence[str]) -> str:
 
 
 def help_lines(config_class: type[Any], prefix: str = "") -> list[str]:
-    """One line for each setting: key, type, default, meaning."""
+    """One line per setting: key, type, default, meaning."""
     instance, lines = config_class(), []
     for info in fields(config_class):
         value = getattr(instance, info.name)

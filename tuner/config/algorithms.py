@@ -1,9 +1,9 @@
-"""The parts of algorithms: advantage, policy loss, KL, entropy, aggregation; names and arguments.
+"""Components of algorithms: advantage, policy loss, KL, entropy, aggregation; names and arguments.
 
-The arguments of a part are a class, of which the section of the file is made
-(`tuner.config.schema`) and which the part's function is given whole: a new one is a field here
-and a line in that function. Names, bounds and defaults are Trinity-RFT's; `docs/algorithms.md` has
-the formulas, and says where we differ. Nothing here needs torch.
+The arguments of a component are a class. The section of the configuration is generated from it
+(`tuner.config.schema`), and the component's function receives it whole, so a new argument is a
+field here and a line in that function. Names, bounds and defaults are Trinity-RFT's;
+`docs/algorithms.md` has the formulas and the differences. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ TreeNorm = Literal["none", "forks", "trunks", "all"]
 OPMDBaseline = Literal["mean", "logavgexp"]
 EntropyName = Literal["none", "default"]
 
-# Who reads the prompt that `prompt_distill` teaches the policy to do without: its frozen start, or
-# the policy itself as a step begins.
+# The model that reads the prompt of `prompt_distill`: the frozen initial model, or the policy at
+# the start of the step.
 PromptTeacher = Literal["start", "policy"]
 
-# What the log-ratio of a policy loss is taken to: the policy that the step began with, or the one
-# that sampled; a loss without a ratio needs neither.
+# The denominator of a policy loss's ratio: the policy at the start of the step, or the one that
+# sampled; a loss without a ratio needs neither.
 RatioTo = Literal["proximal", "behaviour", "nothing"]
 
 
 class Args(BaseModel):
-    """The numbers of a part: its arguments in the file, and what its function is given.
+    """Arguments of a component, as read from the configuration and passed to its function.
 
-    Key, bounds, default and meaning are said here and nowhere else. A null is the default.
+    Keys, bounds, defaults and descriptions are defined only here. A null is the default.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -69,9 +69,9 @@ class Args(BaseModel):
 
     @classmethod
     def completed(cls, given: Mapping[str, Any], row: Mapping[str, Any] = {}) -> dict[str, Any]:
-        """`given` with what it leaves out: as an algorithm's row has it, else the part's default.
+        """`given`, completed with the defaults of an algorithm's row, then of the component.
 
-        A `clip_range` that was set stands for both of its sides.
+        If `clip_range` is set, both of its sides get it.
         """
         filled = {key: value for key, value in given.items() if value is not None}
         own = {**{name: info.default for name, info in cls.model_fields.items()}, **row}
@@ -84,8 +84,8 @@ class AdvantageArgs(Args):
     """Arguments of an advantage.
 
     Attributes:
-        needs_group: Whether a rollout alone in its group teaches nothing.
-        needs_reward: Whether a rollout without a reward teaches nothing.
+        needs_group: Whether nothing is learned from a rollout alone in its group.
+        needs_reward: Whether nothing is learned from a rollout without a reward.
     """
 
     needs_group: ClassVar[bool] = True
@@ -95,42 +95,44 @@ class AdvantageArgs(Args):
 _Gamma = Annotated[
     float,
     Field(
-        gt=0, le=1, description="Discount per token (1). For ppo (of all calls), reinforceplusplus."
+        gt=0,
+        le=1,
+        description="Discount per token (1). For ppo (across all calls), reinforceplusplus.",
     ),
 ]
 _Epsilon = Annotated[float, Field(ge=0, description="Added to a standard deviation (1e-6).")]
 
 
 class GRPOAdvantage(AdvantageArgs):
-    """Rewards, normalised in their group."""
+    """Rewards, normalized within their group."""
 
     epsilon: _Epsilon = 1e-6
     std_threshold: float | None = Field(
         default=None,
         ge=0,
-        description="Groups whose rewards have a standard deviation of at most this teach "
-        "nothing; not set: every group does. For grpo.",
+        description="Groups whose rewards have at most this standard deviation are not trained; "
+        "not set: all groups are. For grpo.",
     )
     std_cal_level: StdLevel = Field(
         default="group",
-        description="Whose standard deviation divides: the group's (the default), the batch's "
+        description="Standard deviation to divide by: the group's (the default), the batch's "
         "(LitePPO), or none (Dr.GRPO; not a value of Trinity-RFT's). For grpo.",
     )
 
 
 class RLOOAdvantage(AdvantageArgs):
-    """Rewards less the mean of the others."""
+    """Rewards minus the mean of the others."""
 
 
 class ReinforcePlusPlusAdvantage(AdvantageArgs):
-    """Returns of single tokens, normalised over those of a step."""
+    """Returns of single tokens, normalized over those of a step."""
 
     needs_group = False
     gamma: _Gamma = 1.0
 
 
 class PPOAdvantage(AdvantageArgs):
-    """Generalised advantage estimates, from a critic."""
+    """Generalized advantage estimates, from a critic."""
 
     needs_group = False
     gamma: _Gamma = 1.0
@@ -138,16 +140,16 @@ class PPOAdvantage(AdvantageArgs):
 
 
 class OPMDAdvantage(AdvantageArgs):
-    """Rewards less a mean, or a soft maximum."""
+    """Rewards minus a mean or a soft maximum."""
 
     opmd_baseline: OPMDBaseline = Field(
-        default="mean", description="The value that rewards are compared with (mean). For opmd."
+        default="mean", description="Baseline that is subtracted from the rewards (mean). For opmd."
     )
     tau: float = Field(default=1.0, gt=0, description="Temperature of `logavgexp` (1). For opmd.")
 
 
 class AsymREAdvantage(AdvantageArgs):
-    """Rewards less a mean that is shifted."""
+    """Rewards minus a shifted mean."""
 
     baseline_shift: float = Field(
         default=-0.1, description="Added to the group's mean (-0.1). For asymre."
@@ -155,42 +157,43 @@ class AsymREAdvantage(AdvantageArgs):
 
 
 class ReinforceAdvantage(AdvantageArgs):
-    """Rewards as they are."""
+    """Unchanged rewards."""
 
     needs_group = False
 
 
 class BestOfGroupAdvantage(AdvantageArgs):
-    """1 for the best of a group; the others are left out."""
+    """1 for the best of a group; the others are skipped."""
 
 
 class TreeAdvantage(AdvantageArgs):
-    """Rewards of the rollouts that continue a token, less those of rollouts that took another."""
+    """Rewards of the rollouts that continue with a token, minus those of rollouts that took
+    another."""
 
     normalize: TreeNorm = Field(
         default="none",
-        description="Rewards that are divided by their standard deviation: those that began at "
-        "one point (`forks`), at the beginning (`trunks`), or `all`; the gradient is then "
+        description="Rewards to divide by their standard deviation: those of rollouts from the "
+        "same point (`forks`), from the beginning (`trunks`), or `all`; the gradient is then "
         "biased. For tree.",
     )
     epsilon: _Epsilon = 1e-6
 
 
 class DistillAdvantage(AdvantageArgs):
-    """A teacher's log-prob of each token, less the student's."""
+    """A teacher's log-prob of each token minus the student's."""
 
     needs_group = False
     needs_reward = False
     kl_coef: float = Field(
         default=1.0,
         gt=0,
-        description="The advantage is this times `teacher - student` (1). For on_policy_distill "
-        "and prompt_distill.",
+        description="The advantage is `kl_coef * (teacher - student)` (1). For "
+        "on_policy_distill and prompt_distill.",
     )
 
 
 class NoAdvantage(AdvantageArgs):
-    """For algorithms that make no rollouts."""
+    """No advantage, for algorithms without rollouts."""
 
 
 ADVANTAGES: Mapping[AdvantageName, type[AdvantageArgs]] = {
@@ -209,7 +212,7 @@ ADVANTAGES: Mapping[AdvantageName, type[AdvantageArgs]] = {
     "none": NoAdvantage,
 }
 
-# Advantages that may compare what calls lead to (`tuner.algorithm.turn_discount`).
+# Advantages that may credit calls with later rewards (`tuner.algorithm.turn_discount`).
 TURN_DISCOUNTED: frozenset[AdvantageName] = frozenset(
     {"step_wise_grpo", "grpo", "rloo", "opmd", "asymre", "reinforce"}
 )
@@ -219,7 +222,7 @@ class PolicyLossArgs(Args):
     """Arguments of a policy loss.
 
     Attributes:
-        ratio_to: The policy that its ratio is taken to.
+        ratio_to: The policy in the denominator of its ratio.
     """
 
     ratio_to: ClassVar[RatioTo] = "nothing"
@@ -227,23 +230,27 @@ class PolicyLossArgs(Args):
 
 _Range = Annotated[
     float | None,
-    Field(gt=0, description="How far the ratio may leave 1 either way (0.2). For ppo, gspo."),
+    Field(
+        gt=0,
+        description="Maximum distance of the ratio from 1, in both directions (0.2). For ppo, "
+        "gspo.",
+    ),
 ]
 _Low = Annotated[
     float | None,
     Field(
         gt=0,
         le=1,
-        description="How far it may fall below 1; not set: `clip_range` (gspo 3e-4, cispo 1). For "
-        "ppo, gspo, cispo.",
+        description="Maximum distance of the ratio below 1; not set: `clip_range` (gspo 3e-4, "
+        "cispo 1). For ppo, gspo, cispo.",
     ),
 ]
 _High = Annotated[
     float | None,
     Field(
         gt=0,
-        description="How far it may rise above 1; not set: `clip_range` (gspo 4e-4, cispo and "
-        "dapo 0.28). For ppo, gspo, cispo.",
+        description="Maximum distance of the ratio above 1; not set: `clip_range` (gspo 4e-4, "
+        "cispo and dapo 0.28). For ppo, gspo, cispo.",
     ),
 ]
 
@@ -256,35 +263,35 @@ class _ClipOfRatios(PolicyLossArgs):
 
     @property
     def low(self) -> float:
-        """How far the ratio may fall below 1."""
+        """Maximum distance of the ratio below 1."""
         return _first(self.clip_range_low, self.clip_range)
 
     @property
     def high(self) -> float:
-        """How far the ratio may rise above 1."""
+        """Maximum distance of the ratio above 1."""
         return _first(self.clip_range_high, self.clip_range)
 
 
 class PPOLoss(_ClipOfRatios):
-    """A clip of tokens' ratios, and a second one where the advantage is negative."""
+    """Clips tokens' ratios, with a second clip for negative advantages."""
 
     clip_range: _Range = 0.2
     clip_ratio_c: float = Field(
         default=3.0,
         gt=1,
-        description="Dual clip: bound on the ratio where the advantage is negative (3). For ppo.",
+        description="Dual clip: bound of the ratio for negative advantages (3). For ppo.",
     )
 
 
 class GSPOLoss(_ClipOfRatios):
-    """A clip of whole answers' ratios."""
+    """Clips ratios of whole answers."""
 
     clip_range_low: _Low = 3e-4
     clip_range_high: _High = 4e-4
 
 
 class CISPOLoss(PolicyLossArgs):
-    """A clip of weights, not of gradients."""
+    """Clips weights instead of gradients."""
 
     ratio_to = "proximal"
     clip_range_low: _Low = 1.0
@@ -292,12 +299,12 @@ class CISPOLoss(PolicyLossArgs):
 
     @property
     def low(self) -> float:
-        """How far the weight may fall below 1."""
+        """Maximum distance of the weight below 1."""
         return _first(self.clip_range_low)
 
     @property
     def high(self) -> float:
-        """How far the weight may rise above 1."""
+        """Maximum distance of the weight above 1."""
         return _first(self.clip_range_high)
 
 
@@ -306,10 +313,10 @@ class SAPOLoss(PolicyLossArgs):
 
     ratio_to = "proximal"
     tau_pos: float = Field(
-        default=1.0, gt=0, description="Steepness of the gate where A > 0 (1). For sapo."
+        default=1.0, gt=0, description="Steepness of the gate for A > 0 (1). For sapo."
     )
     tau_neg: float = Field(
-        default=1.05, gt=0, description="The same where A <= 0 (1.05). For sapo."
+        default=1.05, gt=0, description="Steepness of the gate for A <= 0 (1.05). For sapo."
     )
 
 
@@ -322,11 +329,12 @@ class OPMDLoss(PolicyLossArgs):
 
 
 class TOPRLoss(PolicyLossArgs):
-    """Tapered weights of failures."""
+    """Tapered weights for failures."""
 
     ratio_to = "behaviour"
     advantage_threshold: float = Field(
-        default=0.0, description="Weights are tapered at or below it (0). For topr."
+        default=0.0,
+        description="Weights are tapered for advantages up to this value (0). For topr.",
     )
 
 
@@ -346,14 +354,14 @@ class DPOLoss(PolicyLossArgs):
     beta: float = Field(
         default=0.1,
         gt=0,
-        description="How strongly a preference is taken against the distance from the "
-        "reference (0.1). For dpo.",
+        description="Strength of the preference against the distance from the reference (0.1). "
+        "For dpo.",
     )
     label_smoothing: float = Field(
         default=0.0,
         ge=0,
         lt=0.5,
-        description="How often a preference is thought to be the wrong way round (0). For dpo.",
+        description="Assumed probability that a preference is the wrong way round (0). For dpo.",
     )
 
 
@@ -371,21 +379,21 @@ POLICY_LOSSES: Mapping[PolicyLossName, type[PolicyLossArgs]] = {
 
 
 class KLLoss(Args):
-    """KL(policy || reference) added to the loss."""
+    """KL(policy || reference), added to the loss."""
 
     kl_coef: float = Field(
         default=0.001,
         ge=0,
-        description="Weight of the KL term (0.001); 0 also saves the reference model. Not with "
-        "`none`.",
+        description="Weight of the KL term (0.001); with 0 no reference model is needed. Not "
+        "with `none`.",
     )
 
 
 class KLPenalty(Args):
-    """KL(policy || reference) taken off the rewards."""
+    """KL(policy || reference), subtracted from the rewards."""
 
     kl_coef: float = Field(
-        default=0.001, ge=0, description="Weight of the penalty (0.001). Not with `none`."
+        default=0.001, ge=0, description="Weight of the KL penalty (0.001). Not with `none`."
     )
 
 
@@ -398,15 +406,15 @@ class EntropyLoss(Args):
 
 
 def _first(*values: float | None) -> float:
-    """The first value that is set; 0 where none is, as for a loss that does not clip."""
+    """The first value that is set; 0 if there is none, as for a loss that does not clip."""
     return next((value for value in values if value is not None), 0.0)
 
 
 # The table of algorithms: advantage + policy loss + KL + entropy + aggregation + defaults.
 #
-# Names and defaults are Trinity-RFT's. An algorithm is a choice of the parts above:
-# every part can be exchanged by its own key (`algorithm.advantage_fn`, `algorithm.policy_loss_fn`,
-# ...), then with that part's own defaults. It is data that the configuration is checked against.
+# Names and defaults are Trinity-RFT's. An algorithm is a choice of the components above. Each
+# component can be replaced with its own key (`algorithm.advantage_fn`, `algorithm.policy_loss_fn`,
+# ...) and then has its own defaults. The configuration is checked against this table.
 
 
 AlgorithmName = Literal[
@@ -429,7 +437,7 @@ AlgorithmName = Literal[
     "sft",
     "dpo",
 ]
-# What a row of recorded data is: one conversation, or a good and a bad end of one.
+# Contents of a row of recorded data: a conversation, or a pair of a better and a worse ending.
 Recorded = Literal["conversations", "pairs"]
 
 
@@ -440,8 +448,9 @@ class Algorithm:
     Attributes:
         summary: One line for people.
         policy_loss_args: Defaults that differ from the loss's own.
-        dynamic_sampling: Whether groups whose rewards are all equal are left out.
-        recorded: The data that it trains on instead of rollouts; its parts cannot be exchanged.
+        dynamic_sampling: Whether groups with equal rewards are skipped.
+        recorded: The recorded data that it trains on instead of rollouts; its components cannot be
+            replaced.
     """
 
     summary: str
@@ -457,15 +466,15 @@ class Algorithm:
 
 ALGORITHMS: Mapping[AlgorithmName, Algorithm] = {
     "multi_step_grpo": Algorithm(
-        "A rollout's reward, normalised in its group, goes to every call it made.",
+        "Every call of a rollout gets its reward, normalized within the group.",
         "step_wise_grpo",
         "ppo",
     ),
     "grpo": Algorithm(
-        "GRPO; a group is made of rollouts, so here it is `multi_step_grpo`.", "grpo", "ppo"
+        "GRPO; a group consists of rollouts, so it equals `multi_step_grpo`.", "grpo", "ppo"
     ),
     "dapo": Algorithm(
-        "GRPO with a higher upper clip, without KL and without groups of equal rewards.",
+        "GRPO with a higher upper clip, without KL, skipping groups of equal rewards.",
         "grpo",
         "ppo",
         kl_loss_fn="none",
@@ -473,18 +482,18 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = {
         dynamic_sampling=True,
     ),
     "gspo": Algorithm(
-        "GRPO with the ratio of whole answers.",
+        "GRPO with one ratio per answer.",
         "grpo",
         "gspo",
         loss_agg_mode="seq-mean-token-mean",
     ),
-    "cispo": Algorithm("GRPO whose weights are clipped, not its gradients.", "grpo", "cispo"),
+    "cispo": Algorithm("GRPO that clips weights instead of gradients.", "grpo", "cispo"),
     "sapo": Algorithm("GRPO with a soft gate instead of a clip.", "grpo", "sapo"),
-    "rloo": Algorithm("Rewards less the mean of the other rollouts.", "rloo", "ppo"),
+    "rloo": Algorithm("Rewards minus the mean of the group's other rollouts.", "rloo", "ppo"),
     "reinforceplusplus": Algorithm(
-        "Returns normalised over all tokens of a step.", "reinforceplusplus", "ppo"
+        "Returns normalized over all tokens of a step.", "reinforceplusplus", "ppo"
     ),
-    "ppo": Algorithm("Advantages of single tokens, from a critic that learns too.", "ppo", "ppo"),
+    "ppo": Algorithm("Advantages per token, from a critic that is trained too.", "ppo", "ppo"),
     "opmd": Algorithm("Off-policy mirror descent.", "opmd", "opmd"),
     "asymre": Algorithm(
         "Off-policy REINFORCE that learns more from success.",
@@ -494,34 +503,34 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = {
         entropy_loss_fn="none",
     ),
     "topr": Algorithm(
-        "Off-policy REINFORCE with tapered weights of failures.", "reinforce", "topr"
+        "Off-policy REINFORCE with tapered weights for failures.", "reinforce", "topr"
     ),
     "raft": Algorithm(
-        "The best rollouts of each group are imitated.",
+        "Imitates the best rollouts of each group.",
         "best_of_group",
         "sft",
         kl_loss_fn="none",
         entropy_loss_fn="none",
     ),
     "tree": Algorithm(
-        "Rollouts that begin inside others say what each call was worth.", "tree", "ppo"
+        "Rollouts that branch from others measure the value of each call.", "tree", "ppo"
     ),
     "on_policy_distill": Algorithm(
-        "A teacher's log-probs are the reward of every token that the student wrote.",
+        "A teacher's log-probs are the reward of each token of the student.",
         "on_policy_distill",
         "ppo",
         kl_loss_fn="none",
         entropy_loss_fn="none",
     ),
     "prompt_distill": Algorithm(
-        "The model learns to do without a system prompt what it does with it.",
+        "Trains the effect of a system prompt into the weights.",
         "prompt_distill",
         "ppo",
         kl_loss_fn="none",
         entropy_loss_fn="none",
     ),
     "sft": Algorithm(
-        "The assistant turns of recorded conversations are imitated.",
+        "Imitates the assistant turns of recorded conversations.",
         "none",
         "sft",
         kl_loss_fn="none",
@@ -529,7 +538,7 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = {
         recorded="conversations",
     ),
     "dpo": Algorithm(
-        "Of two recorded answers the better one is made more likely than the other.",
+        "Makes the better of two recorded answers more likely.",
         "none",
         "dpo",
         kl_loss_fn="none",
@@ -539,16 +548,16 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = {
     ),
 }
 
-# Trinity-RFT's other algorithms: why they are not here, and what to do.
-_EXPERT = "it mixes rollouts with an expert's data, and this backend trains on its own rollouts"
+# Trinity-RFT's other algorithms: why they are not supported, and alternatives.
+_EXPERT = "it mixes rollouts with expert data, and this backend trains only on its own rollouts"
 NOT_HERE: Mapping[str, str] = {
-    "grpo_verl": "it is the trainer's copy of grpo; set grpo",
-    "cpt": "it trains on text without turns; sft trains on conversations",
+    "grpo_verl": "it duplicates grpo; set grpo",
+    "cpt": "it trains on plain text; sft trains on conversations",
     "mix": _EXPERT,
     "mix_chord": _EXPERT,
     "jsd": "not in this version; on_policy_distill learns from a teacher with the reverse KL",
-    "gigpo": "it needs states of the environment, which agents do not give; multi_step_grpo takes "
-    "rewards of single calls",
-    "rec": "not in this version; topr, asymre and opmd are of its family",
-    "sppo": "not in this version; opmd is of its family",
+    "gigpo": "it needs environment states, which agents do not provide; multi_step_grpo "
+    "supports rewards of single calls",
+    "rec": "not in this version; topr, asymre and opmd are similar",
+    "sppo": "not in this version; opmd is similar",
 }

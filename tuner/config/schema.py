@@ -1,8 +1,8 @@
-"""`RunConfig`: every setting of a run, in the tree of Trinity-RFT's YAML.
+"""`RunConfig`: all settings of a run, in the structure of Trinity-RFT's YAML.
 
-The attributes are the YAML's keys: `config.algorithm.optimizer.lr`. Our own keys are under
-`config.tuner`. A value here is used by the local backend; what it cannot use is refused when the
-configuration is loaded (`tuner.config.foreign`), and never gets this far.
+Attributes are YAML keys: `config.algorithm.optimizer.lr`. Our own keys are under `config.tuner`.
+Every value here is used by the local backend; keys that it does not support are refused when the
+configuration is loaded (`tuner.config.foreign`).
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ from tuner.config.algorithms import (
 from tuner.config.source import concealed
 from tuner.errors import ConfigError
 
-# The base of every section of the configuration: strict names, typed values.
+# Base class of all sections: strict names, typed values.
 
 
 def null_is(empty: Callable[[], Any]) -> BeforeValidator:
-    """A key with nothing under it (`monitor_args:`) is as empty as one that is not there."""
+    """Treat a key without a value (`monitor_args:`) like one that is missing."""
     return BeforeValidator(lambda given: empty() if given is None else given)
 
 
-# Given to something else as they are.
+# Passed on unchanged.
 Arguments = Annotated[dict[str, Any], null_is(dict)]
 
 
 class Section(BaseModel):
-    """A part of the configuration. Unknown keys and booleans in place of numbers are refused."""
+    """A section of the configuration. Unknown keys and booleans in place of numbers are refused."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -88,17 +88,17 @@ class Section(BaseModel):
 
     @classmethod
     def takes_more(cls, given: Mapping[str, Any]) -> bool:
-        """Whether a section like this may have keys that it does not name."""
+        """Whether this section may have keys that it does not define."""
         return False
 
     def is_default(self, name: str) -> bool:
-        """Whether a setting is as if it were not given."""
+        """Whether a setting has its default value."""
         usual = type(self).model_fields[name].get_default(call_default_factory=True)
         return bool(getattr(self, name) == usual)
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """The section that a field's type holds: itself, in a union, a tuple or a dict's values."""
+    """The section in a field's type: the type itself, or in a union, tuple or dict."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     if get_origin(annotation) is Annotated:
@@ -111,9 +111,9 @@ def section_of(annotation: Any) -> type[Section] | None:
 
 # `algorithm.*`: how rewards become a gradient, and the optimizer.
 #
-# What is not set is taken from the table of algorithms when the configuration is loaded: parts from
-# the algorithm's row, their numbers from the parts (`tuner.config.algorithms`). A number that the
-# chosen part does not read stays null, so one that is not null was set, and is refused
+# Defaults come from the table of algorithms when the configuration is loaded: components from the
+# algorithm's row, their arguments from the components (`tuner.config.algorithms`). An argument that
+# the chosen component does not use stays null, so one that is not null was set, and is refused
 # (`tuner.config.rules`).
 
 
@@ -125,22 +125,25 @@ class OptimizerSection(Section):
     )
     lr: float = Field(default=1e-6, gt=0, description="Learning rate after the warmup.")
     betas: tuple[float, float] = Field(
-        default=(0.9, 0.999), description="Decay of Adam's two moving averages."
+        default=(0.9, 0.999), description="Decay rates of Adam's two moving averages."
     )
     weight_decay: float = Field(default=0.01, ge=0, description="Decoupled weight decay.")
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="Shape of the learning rate after the warmup."
+        default="constant", description="Schedule of the learning rate after the warmup."
     )
     lr_warmup_steps: int = Field(
         default=-1,
         ge=-1,
-        description="Steps of linear warmup; -1 takes `lr_warmup_steps_ratio` instead.",
+        description="Steps of linear warmup; -1 uses `lr_warmup_steps_ratio`.",
     )
     lr_warmup_steps_ratio: float = Field(
-        default=0.0, ge=0, le=1, description="Steps of linear warmup as a share of all steps."
+        default=0.0, ge=0, le=1, description="Steps of linear warmup as a fraction of all steps."
     )
     min_lr_ratio: float = Field(
-        default=0.01, ge=0, le=1, description="Where `linear` and `cosine` end, as a share of `lr`."
+        default=0.01,
+        ge=0,
+        le=1,
+        description="Final learning rate of `linear` and `cosine`, as a fraction of `lr`.",
     )
 
     def warmup_steps(self, total_steps: int) -> int:
@@ -151,7 +154,7 @@ class OptimizerSection(Section):
 
 
 def _arguments(name: str, parts: Iterable[type[Args]]) -> type[Section]:
-    """A section of every argument that one of `parts` has; null where it is not read."""
+    """A section with every argument of `parts`; null if the chosen part does not use it."""
     found: dict[str, Any] = {}
     for part in parts:
         for key, info in part.model_fields.items():
@@ -174,8 +177,8 @@ class SampleStrategyArgs(Section):
     max_staleness: int | None = Field(
         default=None,
         ge=0,
-        description="Tokens that are older than so many updates are not trained. For "
-        "staleness_control, which needs it.",
+        description="Maximum age of a trained token, in updates; older tokens are not trained. "
+        "Required by staleness_control.",
     )
 
 
@@ -184,51 +187,54 @@ class AlgorithmSection(Section):
 
     algorithm_type: AlgorithmName = Field(
         default="multi_step_grpo",
-        description="A row of [this table](reference/algorithms.md); what is not set below is "
-        "taken from it.",
+        description="A row of [this table](reference/algorithms.md), which gives the defaults "
+        "of the keys below.",
     )
     repeat_times: int = Field(
         default=8,
         ge=1,
-        description="Group size: rollouts of one task in one step. 1 is for advantages that "
-        "compare nothing inside a group: ppo, reinforceplusplus, reinforce, on_policy_distill, "
-        "prompt_distill. Not read without rollouts. Trinity-RFT's is 1.",
+        description="Group size: rollouts per task in a step. 1 is allowed only if the "
+        "advantage does not compare the rollouts of a group: ppo, reinforceplusplus, reinforce, "
+        "on_policy_distill, prompt_distill. Ignored without rollouts. Trinity-RFT's default is "
+        "1.",
     )
     optimizer: OptimizerSection = OptimizerSection()
     advantage_fn: AdvantageName = Field(
         default="step_wise_grpo",
-        description="How rewards become advantages; `none` where nothing is rolled out.",
+        description="How rewards become advantages; `none` for algorithms without rollouts.",
     )
     advantage_fn_args: AdvantageArguments = AdvantageArguments()  # type: ignore[valid-type]
     policy_loss_fn: PolicyLossName = Field(
-        default="ppo", description="The loss of a token with an advantage."
+        default="ppo", description="Loss of a token, given its advantage."
     )
     policy_loss_fn_args: PolicyLossArguments = PolicyLossArguments()  # type: ignore[valid-type]
     kl_penalty_fn: KLName = Field(
         default="none",
-        description="Estimate of KL(policy || reference) taken off the rewards. Not for raft.",
+        description="Estimate of KL(policy || reference) that is subtracted from the rewards. "
+        "Not for raft.",
     )
     kl_penalty_fn_args: KLPenaltyArguments = KLPenaltyArguments()  # type: ignore[valid-type]
     kl_loss_fn: KLName = Field(
         default="k2",
-        description="Estimate of KL(policy || reference) added to the loss. Default of "
-        "multi_step_grpo.",
+        description="Estimate of KL(policy || reference) that is added to the loss. The default "
+        "shown is that of multi_step_grpo.",
     )
     kl_loss_fn_args: KLLossArguments = KLLossArguments()  # type: ignore[valid-type]
     entropy_loss_fn: EntropyName = Field(
-        default="default", description="Entropy bonus; it costs nothing while its coefficient is 0."
+        default="default", description="Entropy bonus; not computed while its coefficient is 0."
     )
     entropy_loss_fn_args: EntropyLossArguments = EntropyLossArguments()  # type: ignore[valid-type]
     loss_agg_mode: Aggregation = Field(
         default="token-mean",
-        description="Weight of each trained token of a step ([algorithms](algorithms.md)); "
-        "`rollout-mean` is not a value of Trinity-RFT's. Default of multi_step_grpo.",
+        description="Weight of each trained token of a step ([algorithms](algorithms.md)). "
+        "Trinity-RFT does not have `rollout-mean`. The default shown is that of "
+        "multi_step_grpo.",
     )
     sample_strategy: Literal["default", "staleness_control"] = Field(
         default="default",
-        description="Groups that are late where `synchronizer.sync_offset` lets collection run "
-        "ahead: wait for them before they are too old (`default`), or continue and leave out "
-        "what is too old (`staleness_control`).",
+        description="What to do about slow groups when collection runs ahead "
+        "(`synchronizer.sync_offset`): wait for them before they become too old (`default`), or "
+        "continue and skip tokens that are too old (`staleness_control`).",
     )
     sample_strategy_args: SampleStrategyArgs = SampleStrategyArgs()
 
@@ -262,12 +268,12 @@ class AlgorithmSection(Section):
 
     @property
     def row(self) -> Algorithm:
-        """Its row of the table."""
+        """The algorithm's row of the table."""
         return ALGORITHMS[self.algorithm_type]
 
     @property
     def discounts_turns(self) -> bool:
-        """Whether its advantage may compare what calls lead to."""
+        """Whether its advantage may credit calls with later rewards."""
         return self.advantage_fn in TURN_DISCOUNTED
 
     @property
@@ -281,36 +287,36 @@ class AlgorithmSection(Section):
 
     @property
     def penalizes_kl(self) -> bool:
-        """Whether the distance to the reference is taken off the rewards."""
+        """Whether the distance to the reference is subtracted from the rewards."""
         return self.kl_penalty_fn != "none" and self.kl_penalty.kl_coef != 0
 
     @property
     def advantage(self) -> AdvantageArgs:
-        """The advantage with its numbers."""
+        """The advantage with its arguments."""
         return _read(ADVANTAGES[self.advantage_fn], self.advantage_fn_args)
 
     @property
     def policy_loss(self) -> PolicyLossArgs:
-        """The policy loss with its numbers."""
+        """The policy loss with its arguments."""
         return _read(POLICY_LOSSES[self.policy_loss_fn], self.policy_loss_fn_args)
 
     @property
     def kl_penalty(self) -> KLPenalty:
-        """The numbers of the KL that is taken off the rewards."""
+        """Arguments of the KL penalty."""
         return _read(KLPenalty, self.kl_penalty_fn_args)
 
     @property
     def kl_loss(self) -> KLLoss:
-        """The numbers of the KL term of the loss."""
+        """Arguments of the KL term of the loss."""
         return _read(KLLoss, self.kl_loss_fn_args)
 
     @property
     def entropy_loss(self) -> EntropyLoss:
-        """The numbers of the entropy bonus."""
+        """Arguments of the entropy bonus."""
         return _read(EntropyLoss, self.entropy_loss_fn_args)
 
     def unused(self) -> Iterator[tuple[str, str]]:
-        """(dotted key, what does use it) of each number that was set and that nothing reads."""
+        """(dotted key, components that use it) of each argument that was set and is not used."""
         for key in PARTS:
             used = part_of(key, getattr(self, key))
             for name, value in getattr(self, f"{key}_args"):
@@ -330,12 +336,12 @@ ArgsT = TypeVar("ArgsT", bound=Args)
 
 
 def _read(part: type[ArgsT], given: Section) -> ArgsT:
-    """The numbers of a section that a part reads."""
+    """The arguments in a section that a component uses."""
     return part.model_validate({name: getattr(given, name) for name in part.model_fields})
 
 
 def part_of(key: str, name: Any) -> type[Args] | None:
-    """The part that `algorithm.<key>: <name>` chooses, or None where there is no such part."""
+    """The component that `algorithm.<key>: <name>` chooses, or None if it does not exist."""
     if key == "advantage_fn":
         return ADVANTAGES.get(name)
     if key == "policy_loss_fn":
@@ -346,22 +352,22 @@ def part_of(key: str, name: Any) -> type[Args] | None:
 
 
 class CriticSection(Section):
-    """`tuner.critic.*`: the critic of `algorithm.algorithm_type: ppo`, with Trinity-RFT's numbers.
+    """`tuner.critic.*`: the critic of `algorithm.algorithm_type: ppo`, with Trinity-RFT's defaults.
 
-    Its path is `model.critic_model_path`, its gradient is clipped by `trainer.grad_clip`, and
-    `trainer.critic_warmup` is where it starts alone.
+    Its path is `model.critic_model_path`, its gradient is clipped by `trainer.grad_clip`, and it is
+    trained alone during `trainer.critic_warmup`.
     """
 
     lr: float = Field(default=1e-5, gt=0, description="Learning rate of the critic; constant.")
     betas: tuple[float, float] = Field(
-        default=(0.9, 0.999), description="Decay of Adam's two moving averages."
+        default=(0.9, 0.999), description="Decay rates of Adam's two moving averages."
     )
     weight_decay: float = Field(default=0.01, ge=0, description="Decoupled weight decay.")
     cliprange_value: float = Field(
         default=0.5,
         gt=0,
-        description="How far a value may leave the one that the step began with before its "
-        "gradient is cut.",
+        description="How far a value may move from its value at the start of the step before "
+        "its gradient is clipped.",
     )
 
 
@@ -369,103 +375,111 @@ class AlgorithmExtras(Section):
     """`tuner.algorithm.*`"""
 
     reward_scale: float = Field(
-        default=1.0, gt=0, description="Rewards are trained as `(reward + reward_bias) * this`."
+        default=1.0,
+        gt=0,
+        description="The trained reward is `(reward + reward_bias) * reward_scale`.",
     )
     reward_bias: float = Field(default=0.0, description="See `reward_scale`.")
     overlong_buffer: int | None = Field(
         default=None,
         ge=1,
-        description="DAPO's soft punishment of long answers: the reward falls over the last so "
-        "many of the tokens that an answer may have. Not set: none.",
+        description="DAPO's soft penalty for long answers: the reward falls over the last "
+        "`overlong_buffer` tokens of the maximum answer length. Not set: no penalty.",
     )
     overlong_penalty: float = Field(
-        default=1.0, gt=0, description="Reward that an answer of full length loses."
+        default=1.0, gt=0, description="Penalty for an answer of maximum length."
     )
     dynamic_sampling: bool | None = Field(
         default=None,
-        description="Leave out groups whose rewards are all equal, unless calls have rewards of "
-        "their own. Not set: as the algorithm has it (`dapo` does).",
+        description="Skip groups whose rewards are all equal, unless calls have their own "
+        "rewards. Not set: the algorithm's default (true for `dapo`).",
     )
     success_rate_lb: float = Field(
         default=0.0,
         ge=0,
         le=1,
-        description="Groups with a smaller share of rewards above 0 are left out: too hard.",
+        description="Groups with a smaller fraction of rewards above 0 are skipped as too hard.",
     )
     success_rate_ub: float = Field(
-        default=1.0, ge=0, le=1, description="Groups with a larger share are left out: too easy."
+        default=1.0,
+        ge=0,
+        le=1,
+        description="Groups with a larger fraction of rewards above 0 are skipped as too easy.",
     )
     turn_discount: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="Discount from a call to the one before it. A call is then compared by what "
-        "it leads to ([algorithms](algorithms.md)). Not set: a rollout's reward goes to all its "
-        "calls. For grpo, rloo, opmd, asymre and reinforce.",
+        description="Discount from a call to the previous one. Each call is then credited with "
+        "the rewards that follow it ([algorithms](algorithms.md)). Not set: all calls of a "
+        "rollout get its reward. For grpo, rloo, opmd, asymre and reinforce.",
     )
     updates: int = Field(
-        default=1, ge=1, description="Updates of the weights on each step's batch."
+        default=1, ge=1, description="Weight updates per step, all on the step's batch."
     )
     proximal: Literal["auto", "recorded", "recompute", "loglinear"] = Field(
         default="auto",
-        description="Decoupled PPO: where the log-probs of the weights that a step began with come "
-        "from. `auto` is `recorded` for tokens that these weights sampled, else `recompute`.",
+        description="Decoupled PPO: source of the log-probs under the weights at the start of "
+        "the step. `auto` is `recorded` for tokens sampled with these weights, otherwise "
+        "`recompute`.",
     )
     importance_sampling: Literal["truncate", "none"] = Field(
         default="truncate",
-        description="Weigh tokens that other weights sampled, or not. Of no effect where the "
-        "log-probs are `recorded`.",
+        description="Whether tokens sampled with other weights get importance weights. No "
+        "effect if the log-probs are `recorded`.",
     )
     importance_cap: float = Field(
-        default=2.0, gt=0, description="Upper bound of that weight. Not with `none`."
+        default=2.0, gt=0, description="Upper bound of the importance weight. Not with `none`."
     )
     rejection_low: float | None = Field(
         default=None,
         ge=0,
-        description="Tokens whose weight is below this do not count; set both bounds or none.",
+        description="Tokens with a smaller importance weight are ignored; set both bounds or "
+        "neither.",
     )
     rejection_high: float | None = Field(
-        default=None, gt=0, description="Tokens whose weight is above this do not count."
+        default=None, gt=0, description="Tokens with a larger importance weight are ignored."
     )
     teacher: str | None = Field(
         default=None,
         min_length=1,
-        description="Which of `explorer.auxiliary_models` is the teacher of on_policy_distill. Not "
-        "set: the first.",
+        description="Name of the `explorer.auxiliary_models` entry that is the teacher of "
+        "on_policy_distill. Not set: the first.",
     )
     prompt: str | None = Field(
         default=None,
         min_length=1,
-        description="The system prompt that prompt_distill teaches the model to do without. It "
-        "takes the place of the agent's own, where there is one.",
+        description="The system prompt that prompt_distill trains into the weights. It replaces "
+        "the agent's system prompt, if there is one.",
     )
     prompt_teacher: PromptTeacher = Field(
         default="start",
-        description="Who reads that prompt: the model that the run began with (`start`), or the "
-        "one that is trained, as each step begins (`policy`).",
+        description="Model that reads this prompt: the initial model of the run (`start`), or "
+        "the trained model at the start of each step (`policy`).",
     )
 
     @property
     def cap(self) -> float | None:
-        """Upper bound of importance weights; None where tokens are not weighed."""
+        """Upper bound of importance weights; None if tokens are not weighted."""
         return None if self.importance_sampling == "none" else self.importance_cap
 
     @property
     def rejection(self) -> tuple[float, float] | None:
-        """Bounds outside of which tokens do not count; None: all do."""
+        """Bounds of the importance weight of trained tokens; None: no bounds."""
         if self.rejection_low is None or self.rejection_high is None:
             return None
         return self.rejection_low, self.rejection_high
 
 
-# `buffer.*`: which tasks or recorded data, in which order, how many for each step.
+# `buffer.*`: tasks or recorded data, their order, and how many each step uses.
 
 
 class DataSelector(Section):
     """`data_selector.*`: the order of the tasks."""
 
     selector_type: Literal["sequential", "shuffle"] = Field(
-        default="sequential", description="`shuffle` draws a new order for each epoch."
+        default="sequential",
+        description="Order of the tasks; `shuffle` draws a new order for each epoch.",
     )
     seed: int = Field(default=42, description="Seed of `shuffle`.")
 
@@ -475,51 +489,54 @@ class FormatSection(Section):
 
     prompt_type: Literal["messages", "plaintext"] | None = Field(
         default=None,
-        description="`messages`: a list of messages; `plaintext`: text. Not set: `messages` where "
-        "a row has `messages_key`, else `plaintext`.",
+        description="`messages`: a list of messages; `plaintext`: text. Not set: `messages` if "
+        "a row has `messages_key`, otherwise `plaintext`.",
     )
     messages_key: str = Field(
         default="messages",
         min_length=1,
-        description="Messages: for sft the conversation, for dpo what both answers follow. "
-        "Trinity-RFT's default is `message`.",
+        description="Column of messages: for sft the conversation, for dpo the messages before "
+        "both answers. Trinity-RFT's default is `message`.",
     )
     prompt_key: str = Field(
-        default="prompt", min_length=1, description="The user's message, where it is text."
+        default="prompt", min_length=1, description="Column of the user's message, for text."
     )
     response_key: str = Field(
-        default="response", min_length=1, description="The assistant's answer. For sft."
+        default="response", min_length=1, description="Column of the assistant's answer. For sft."
     )
     system_prompt_key: str | None = Field(
-        default=None, min_length=1, description="The system prompt, where it is text."
+        default=None, min_length=1, description="Column of the system prompt, for text."
     )
     system_prompt: str | None = Field(
-        default=None, description="One system prompt for all rows; `system_prompt_key` wins."
+        default=None, description="System prompt of all rows; `system_prompt_key` takes precedence."
     )
     tools_key: str = Field(
-        default="tools", min_length=1, description="Tools, as a list or as JSON text."
+        default="tools", min_length=1, description="Column of tools, as a list or JSON text."
     )
-    chosen_key: str = Field(default="chosen", min_length=1, description="The better end. For dpo.")
+    chosen_key: str = Field(
+        default="chosen", min_length=1, description="Column of the better answer. For dpo."
+    )
     rejected_key: str = Field(
-        default="rejected", min_length=1, description="The worse end. For dpo."
+        default="rejected", min_length=1, description="Column of the worse answer. For dpo."
     )
     enable_concatenated_multi_turn: bool = Field(
         default=True,
-        description="Train every assistant turn of a conversation; false: the last message only, "
-        "which is Trinity-RFT's default. For sft.",
+        description="Train every assistant turn of a conversation; false: only the last "
+        "message, which is Trinity-RFT's default. For sft.",
     )
 
 
 class ExperienceBufferSection(Section):
-    """`buffer.trainer_input.experience_buffer.*`: read with `mode: train` only."""
+    """`buffer.trainer_input.experience_buffer.*`: read only with `mode: train`."""
 
     path: str | None = Field(
         default=None,
         min_length=1,
-        description="Recorded data, as a taskset's `path`. Read with `mode: train` only.",
+        description="Recorded data, in the same form as a taskset's `path`. Read only with "
+        "`mode: train`.",
     )
-    split: str = Field(default="train", min_length=1, description="As a taskset's.")
-    subset_name: str | None = Field(default=None, min_length=1, description="As a taskset's.")
+    split: str = Field(default="train", min_length=1, description="Same as a taskset's.")
+    subset_name: str | None = Field(default=None, min_length=1, description="Same as a taskset's.")
     format: FormatSection = FormatSection()
     data_selector: DataSelector = DataSelector()
 
@@ -531,7 +548,7 @@ class TrainerInput(Section):
 
 
 class RolloutArgs(Section):
-    """`rollout_args.*` of the training tasks: how answers are sampled; not set: as `model.*`."""
+    """`rollout_args.*` of the training tasks: sampling; defaults are those of `model.*`."""
 
     temperature: float | None = Field(
         default=None, ge=0, description="Sampling temperature; not set: `model.temperature`."
@@ -541,18 +558,18 @@ class RolloutArgs(Section):
     max_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens for one answer; not set: `model.max_response_tokens`.",
+        description="Maximum tokens of an answer; not set: `model.max_response_tokens`.",
     )
 
 
 class EvalRolloutArgs(RolloutArgs):
-    """`rollout_args.*` of an evaluation set; greedy unless said otherwise."""
+    """`rollout_args.*` of an evaluation set; greedy by default."""
 
     temperature: float | None = Field(
         default=0.0,
         ge=0,
-        description="Sampling temperature. 0 is greedy, unlike Trinity-RFT, which evaluates at "
-        "the training temperature; null does that here too.",
+        description="Sampling temperature; 0 is greedy. Trinity-RFT evaluates at the training "
+        "temperature instead, as null does here.",
     )
 
 
@@ -561,32 +578,32 @@ class _TasksetBase(Section):
         default=None,
         min_length=1,
         description="A folder, a .json, .jsonl, .csv or .parquet file, or a name on the Hugging "
-        "Face Hub. Relative paths start at the folder of the configuration file.",
+        "Face Hub. Relative paths start at the configuration file's folder.",
     )
     split: str = Field(
         default="train", min_length=1, description="Split: `train` means `train.jsonl`."
     )
     subset_name: str | None = Field(
-        default=None, min_length=1, description="Subset, where the dataset has several."
+        default=None, min_length=1, description="Subset, if the dataset has several."
     )
 
 
 class TasksetSection(_TasksetBase):
     """`buffer.explorer_input.taskset.*`: the training tasks."""
 
-    name: str = Field(default="train", min_length=1, description="A name for people.")
+    name: str = Field(default="train", min_length=1, description="A label; no effect on training.")
     rollout_args: RolloutArgs = RolloutArgs()
     data_selector: DataSelector = DataSelector()
 
 
 class EvalTasksetSection(_TasksetBase):
-    """`buffer.explorer_input.eval_tasksets[]`: tasks that are never trained on."""
+    """`buffer.explorer_input.eval_tasksets[]`: tasks that are never trained."""
 
     name: str = Field(
         default="eval",
         min_length=1,
         pattern=r"^[\w.-]+$",
-        description="Names the set in metrics and results; `train` is taken.",
+        description="Name of the set in metrics and results; `train` is reserved.",
     )
     split: str = Field(
         default="test", min_length=1, description="Split: `test` means `test.jsonl`."
@@ -594,8 +611,8 @@ class EvalTasksetSection(_TasksetBase):
     repeat_times: int = Field(
         default=1,
         ge=1,
-        description="Rollouts of each task, n. From 2 on the metrics have `pass_at_<n>` and "
-        "`pass_hat_<n>` too, and the temperature must not be 0 "
+        description="Rollouts per task, n. From 2 on, the metrics include `pass_at_<n>` and "
+        "`pass_hat_<n>`, and the temperature must not be 0 "
         "([commands](reference/commands.md#tuner-eval)).",
     )
     rollout_args: EvalRolloutArgs = EvalRolloutArgs()
@@ -606,7 +623,7 @@ class ExplorerInput(Section):
 
     taskset: TasksetSection = TasksetSection()
     eval_tasksets: Annotated[tuple[EvalTasksetSection, ...], null_is(tuple)] = Field(
-        default=(), description="Sets for evaluation, each with the keys below."
+        default=(), description="Evaluation sets, each with the keys below."
     )
 
 
@@ -616,21 +633,21 @@ class BufferSection(Section):
     batch_size: int = Field(
         default=32,
         ge=1,
-        description="Tasks in one step, or rows of recorded data. Trinity-RFT's default is 1, "
+        description="Tasks per step, or rows of recorded data. Trinity-RFT's default is 1, "
         "AgentScope's 32.",
     )
-    total_epochs: int = Field(default=1, ge=1, description="How often to go through the tasks.")
+    total_epochs: int = Field(default=1, ge=1, description="Passes over the tasks.")
     total_steps: int | None = Field(
         default=None,
         ge=1,
-        description="Steps to run, going through the tasks as often as that takes; wins over "
-        "`total_epochs`. `trainer.total_steps` says the same.",
+        description="Number of steps, with as many passes over the tasks as they need; takes "
+        "precedence over `total_epochs`. `trainer.total_steps` is another name of this key.",
     )
     explorer_input: ExplorerInput = ExplorerInput()
     trainer_input: TrainerInput = TrainerInput()
 
 
-# `explorer.*`, `model.*`, `synchronizer.*`, `tuner.engine.*`: who answers, and what with.
+# `explorer.*`, `model.*`, `synchronizer.*`, `tuner.engine.*`: models, engines and their settings.
 
 
 EngineType = Literal["transformers", "vllm", "sglang"]
@@ -646,39 +663,43 @@ _OF_PATH = "or that of the adapter at `path`"
 TOOL_CALL_PARSER = "Reads tool calls out of the model's text; null leaves the text as it is."
 REASONING_PARSER = "Reads `<think>` out of the model's text; null leaves the text as it is."
 
-# What the policy and auxiliary models are both asked.
-TopK = Annotated[int, Field(ge=-1, description="Keep the k most probable tokens; -1 keeps all.")]
+# Settings of both the policy and auxiliary models.
+TopK = Annotated[
+    int, Field(ge=-1, description="Sample only from the k most probable tokens; -1 is all.")
+]
 ResponseTokens = Annotated[
     int | None,
-    Field(ge=1, description="Tokens for one answer; not set: the room left in the context."),
+    Field(ge=1, description="Maximum tokens of an answer; not set: the room left in the context."),
 ]
 Thinking = Annotated[
-    bool | None, Field(description="Given to the chat template; null leaves it to the template.")
+    bool | None,
+    Field(description="Passed to the chat template; null leaves the choice to the template."),
 ]
-ChatTemplate = Annotated[str | None, Field(description="A chat template of your own, as text.")]
+ChatTemplate = Annotated[str | None, Field(description="Custom chat template, as text.")]
 
 
 class RolloutModelSection(Section):
-    """`explorer.rollout_model.*`: the policy as the agents see it, and what generates."""
+    """`explorer.rollout_model.*`: the policy's engine and output parsers."""
 
     engine_type: EngineType | Literal["auto"] = Field(
         default="auto",
-        description="The engine: transformers on the trainer's own weights, or vLLM or SGLang "
-        "with a copy. `auto` is vLLM on a GPU where it is installed and can do what the other "
-        "settings ask for, else transformers, and says why ([engines](operations.md#engines)).",
+        description="The engine: transformers with the trainer's weights, or vLLM or SGLang "
+        "with a copy. `auto` is vLLM on a GPU if it is installed and supports the other "
+        "settings, otherwise transformers; the reason is logged "
+        "([engines](operations.md#engines)).",
     )
     engine_num: int = Field(
-        default=1, ge=1, description="Servers that are started. For vllm; otherwise 1."
+        default=1, ge=1, description="Number of servers to start. For vllm; otherwise 1."
     )
     tensor_parallel_size: int = Field(
-        default=1, ge=1, description="GPUs of one engine. For vllm; otherwise 1."
+        default=1, ge=1, description="GPUs per engine. For vllm; otherwise 1."
     )
     gpu_memory_utilization: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="Part of a GPU's memory for one engine. For vllm. Not set: what the trainer "
-        "leaves where they share the GPU, else vLLM's own.",
+        description="Fraction of a GPU's memory for one engine. For vllm. Not set: the memory "
+        "that the trainer leaves if they share the GPU, otherwise vLLM's default.",
     )
     enforce_eager: bool = Field(
         default=False,
@@ -686,7 +707,7 @@ class RolloutModelSection(Section):
     )
     extra_engine_args: Arguments = Field(
         default_factory=dict,
-        description="Further arguments of vLLM's `AsyncEngineArgs`, by name. For vllm.",
+        description="Additional arguments of vLLM's `AsyncEngineArgs`, by name. For vllm.",
     )
     tool_call_parser: str | None = Field(default="hermes", description=TOOL_CALL_PARSER)
     reasoning_parser: str | None = Field(default="deepseek_r1", description=REASONING_PARSER)
@@ -695,11 +716,20 @@ class RolloutModelSection(Section):
 class AuxiliaryModelSection(Section):
     """`explorer.auxiliary_models[]`: a frozen model for workflows and judges, served here."""
 
-    name: str = Field(min_length=1, description="Key in the functions' `auxiliary_models`.")
-    model_path: str = Field(min_length=1, description="As `model.model_path`.")
-    max_model_len: int | None = Field(default=None, ge=2, description="As `model.max_model_len`.")
+    name: str = Field(
+        min_length=1, description="Key of the model in the functions' `auxiliary_models`."
+    )
+    model_path: str = Field(min_length=1, description="Same as `model.model_path`.")
+    max_model_len: int | None = Field(
+        default=None, ge=2, description="Same as `model.max_model_len`."
+    )
     temperature: float = Field(default=1.0, ge=0, description="Sampling temperature; 0 is greedy.")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus mass; 1 keeps every token.")
+    top_p: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Probability mass of nucleus sampling; 1 is all tokens.",
+    )
     top_k: TopK = -1
     max_response_tokens: ResponseTokens = None
     enable_thinking: Thinking = None
@@ -709,21 +739,21 @@ class AuxiliaryModelSection(Section):
 
 
 class OverRolloutSection(Section):
-    """`explorer.over_rollout.*`: ending the slowest groups early."""
+    """`explorer.over_rollout.*`: early stop of the slowest groups."""
 
     ratio: float = Field(
         default=0.0,
         ge=0,
         lt=1,
-        description="Share of a step's tasks that need not be waited for: once all others are "
-        "complete, the rollouts that are left are ended. 0: all are waited for.",
+        description="Fraction of a step's tasks that it need not wait for: once all others are "
+        "complete, the remaining rollouts are stopped. 0: it waits for all.",
     )
     wait_after_min: float = Field(
-        default=30.0, ge=0, description="Seconds that those that are left are given then."
+        default=30.0, ge=0, description="Seconds that the remaining rollouts then get."
     )
     return_partial_tasks: bool = Field(
         default=False,
-        description="Train the rollouts that a task had finished, or leave its group out.",
+        description="Train the finished rollouts of a stopped task; false: skip its group.",
     )
 
 
@@ -731,15 +761,15 @@ class ExplorerSection(Section):
     """`explorer.*`"""
 
     runner_per_model: int = Field(
-        default=8, ge=1, description="Rollouts that run at the same time."
+        default=8, ge=1, description="Maximum number of concurrent rollouts."
     )
     max_timeout: float = Field(
-        default=1800, gt=0, description="Seconds for one attempt at a rollout."
+        default=1800, gt=0, description="Time limit of one attempt at a rollout, in seconds."
     )
     max_retry_times: int = Field(
         default=2,
         ge=0,
-        description="Further attempts after a failure or timeout, each from the start.",
+        description="Additional attempts after a failure or timeout, each from the start.",
     )
     over_rollout: OverRolloutSection = OverRolloutSection()
     rollout_model: RolloutModelSection = RolloutModelSection()
@@ -747,7 +777,9 @@ class ExplorerSection(Section):
         default=(), description="Frozen models, each with the keys below."
     )
     eval_interval: int = Field(
-        default=100, ge=0, description="Evaluate after every so many steps; 0: only at both ends."
+        default=100,
+        ge=0,
+        description="Steps between evaluations; 0: only at the start and the end.",
     )
     eval_on_startup: bool = Field(default=True, description="Evaluate before the first step.")
 
@@ -759,43 +791,42 @@ class SynchronizerSection(Section):
         default=0,
         ge=0,
         description="Steps by which collection may run ahead of training "
-        "([asynchronous](training.md#asynchronous-collection)): a token is trained at most so "
-        "many updates after the one whose weights sampled it. 0: collection and training take "
-        "turns.",
+        "([asynchronous](training.md#asynchronous-collection)). The weights that sampled a "
+        "trained token are at most this many updates old. 0: collection and training alternate.",
     )
 
 
 class RaySection(Section):
-    """`tuner.ray.*`: workers on the machines of a Ray cluster, where `tuner.workers` is `ray`."""
+    """`tuner.ray.*`: workers on the machines of a Ray cluster, for `tuner.workers: ray`."""
 
     workers: int | None = Field(
         default=None,
         ge=1,
-        description="How many. Not set: as many as the cluster has room for when the run begins, "
-        "and no more than `explorer.runner_per_model`.",
+        description="Number of workers. Not set: as many as the cluster has room for at the "
+        "start of the run, up to `explorer.runner_per_model`.",
     )
-    cpus: float = Field(default=1.0, gt=0, description="CPUs of each, as Ray counts them.")
+    cpus: float = Field(default=1.0, gt=0, description="CPUs per worker, as counted by Ray.")
     resources: Annotated[dict[str, Annotated[float, Field(gt=0)]], null_is(dict)] = Field(
         default_factory=dict,
-        description="Further resources of each, by the names that Ray's machines were given "
+        description="Additional resources per worker, by the names given to Ray's machines "
         "(`ray start --resources`).",
     )
     runtime_env: Arguments = Field(
         default_factory=dict,
-        description="Ray's runtime environment: `working_dir`, `pip`, `env_vars` and what else it "
-        "knows.",
+        description="Ray's runtime environment: `working_dir`, `pip`, `env_vars` and its other "
+        "keys.",
     )
     gateway: str | None = Field(
         default=None,
         pattern=r"^(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+)(:\d{1,5})?$",
-        description="Address of this machine at which the workers find the gateway, with a port or "
-        "without (`10.0.0.1`, `10.0.0.1:8700`): it listens there while the run lasts, and every "
-        "request needs its rollout's key. Needed for `ray`.",
+        description="Address of this machine at which workers reach the gateway, with or "
+        "without a port (`10.0.0.1`, `10.0.0.1:8700`). The gateway listens there during the "
+        "run; every request needs its rollout's key. Required by `ray`.",
     )
     base_url: str | None = Field(
         default=None,
         pattern=r"^https?://\S+/v1$",
-        description="URL that the workers use instead, where a proxy is before the gateway "
+        description="URL that the workers use instead, for a proxy in front of the gateway "
         "(`https://trainer.example/v1`).",
     )
 
@@ -806,41 +837,41 @@ class RaySection(Section):
 
 
 class EngineSection(Section):
-    """`tuner.engine.*`: vLLM and SGLang servers, beyond what `explorer.rollout_model` says."""
+    """`tuner.engine.*`: vLLM and SGLang servers, in addition to `explorer.rollout_model`."""
 
     urls: tuple[str, ...] = Field(
         default=(),
-        description="Servers that run elsewhere ([engines](operations.md#engines)), as in "
+        description="URLs of remote servers ([engines](operations.md#engines)), such as "
         "`http://10.0.0.2:8100`. Not set: vLLM is started here; SGLang is not.",
     )
     api_key_env: str = Field(
         default="TUNER_ENGINE_KEY",
         min_length=1,
-        description="Environment variable that holds the key of the servers at `urls`. SGLang's "
-        "may have none.",
+        description="Environment variable with the API key of the servers at `urls`. Optional "
+        "for SGLang.",
     )
     max_restarts: int = Field(
         default=3,
         ge=0,
-        description="How often servers that died are started again, in all; then the run fails.",
+        description="Total number of restarts of servers that died; after that the run fails.",
     )
 
     weights: Literal["auto", "cuda_ipc", "nccl", "shared_memory", "disk"] = Field(
         default="auto",
-        description="How new weights get to vLLM ([engines](operations.md#engines)): read out of "
-        "the GPU that both use (`cuda_ipc`), broadcast to other GPUs (`nccl`), or as a checkpoint "
-        "in `shared_memory` or on `disk`. `auto` is the fastest that is possible, and says why.",
+        description="How vLLM gets new weights ([engines](operations.md#engines)): read on a "
+        "shared GPU (`cuda_ipc`), broadcast to other GPUs (`nccl`), or as a checkpoint in "
+        "`shared_memory` or on `disk`. `auto` is the fastest possible; the reason is logged.",
     )
     sleep: bool | None = Field(
         default=None,
-        description="Whether vLLM gives the GPU's memory to the trainer during an update, where "
-        "they share one. Not set: yes, unless collection runs ahead of training "
+        description="Whether vLLM releases its GPU memory to the trainer during an update, if "
+        "they share a GPU. Not set: yes, unless collection runs ahead of training "
         "(`synchronizer.sync_offset`).",
     )
 
     @property
     def servers(self) -> int:
-        """How many run elsewhere."""
+        """Number of remote servers."""
         return len(self.urls)
 
     @field_validator("urls")
@@ -859,13 +890,13 @@ class LoraSection(Section):
         default=None,
         min_length=1,
         description="Folder or Hub name of an adapter to start from; the reference is then the "
-        "model with this adapter. Not set: a new one, which changes nothing until it is trained.",
+        "model with this adapter. Not set: a new adapter, which initially changes nothing.",
     )
     base_model_name: str | None = Field(
         default=None,
         min_length=1,
-        description="The model's name in adapters: compared with the one at `path`, "
-        "and written into checkpoints. Not set: `model.model_path`.",
+        description="Name of the model in adapters: compared with the name in the adapter at "
+        "`path` and written to checkpoints. Not set: `model.model_path`.",
     )
     lora_rank: int | None = Field(
         default=None, ge=1, description=f"Rank. Not set: {DEFAULT_RANK}, {_OF_PATH}."
@@ -873,22 +904,22 @@ class LoraSection(Section):
     lora_alpha: int | None = Field(
         default=None,
         ge=1,
-        description="The adapter's part is multiplied by lora_alpha / lora_rank. Not set: "
+        description="The adapter's output is scaled by lora_alpha / lora_rank. Not set: "
         f"{DEFAULT_ALPHA}, {_OF_PATH}.",
     )
     lora_dtype: Literal["auto", "float32"] = Field(
-        default="auto", description="Type of the adapter's weights; `auto` is float32."
+        default="auto", description="Data type of the adapter's weights; `auto` is float32."
     )
     target_modules: str | tuple[str, ...] | None = Field(
         default=None,
-        description="Which layers get an adapter: `all-linear` (all but the output layer), a list "
-        "of names or ends of names, or a regular expression for whole names. Not set: "
+        description="Layers that get an adapter: `all-linear` (all except the output layer), a "
+        "list of names or name endings, or a regular expression for whole names. Not set: "
         f"`{DEFAULT_TARGETS}`, {_OF_PATH}.",
     )
     exclude_modules: str | tuple[str, ...] | None = Field(
         default=None,
-        description="Layers among those that get none: a list of names or ends of names, or a "
-        "regular expression for whole names.",
+        description="Layers to exclude: a list of names or name endings, or a regular "
+        "expression for whole names.",
     )
 
     @field_validator("target_modules", "exclude_modules")
@@ -904,48 +935,54 @@ class ModelSection(Section):
 
     model_path: str = Field(
         default="",
-        description="A causal language model: a Hugging Face folder or Hub name, a GGUF file, or "
-        "`package:NAME` ([model paths](model_families.md#model-paths)). Not set: the tiny model "
-        "that comes with tuner.",
+        description="A causal language model: a Hugging Face folder or Hub name, a GGUF file, "
+        "or `package:NAME` ([model paths](model_families.md#model-paths)). Not set: the tiny "
+        "model included in tuner.",
     )
     critic_model_path: str = Field(
         default="",
-        description="The model that ppo's critic starts from, as `model.model_path`, with the "
-        "tokenizer of the policy. Not set: `model.model_path`.",
+        description="Initial model of ppo's critic, in the same form as `model.model_path`, "
+        "with the policy's tokenizer. Not set: `model.model_path`.",
     )
     max_model_len: int | None = Field(
         default=None,
         ge=2,
-        description="Tokens of prompt and answer together; not set: the model's own, less where "
-        "its RoPE frequencies depend on length (`longrope`, `dynamic`).",
+        description="Maximum tokens of prompt and answer together. Not set: the model's own "
+        "maximum, or less if its RoPE frequencies depend on length (`longrope`, `dynamic`).",
     )
     max_response_tokens: ResponseTokens = None
     temperature: float = Field(
-        default=1.0, gt=0, description="Sampling temperature while training."
+        default=1.0, gt=0, description="Sampling temperature during training."
     )
-    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus mass; 1 keeps every token.")
+    top_p: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Probability mass of nucleus sampling; 1 is all tokens.",
+    )
     top_k: TopK = -1
     enable_thinking: Thinking = None
     custom_chat_template: ChatTemplate = None
     chat_template_path: Path | None = Field(
-        default=None, description="The same from a file; set one of the two at most."
+        default=None,
+        description="File with a custom chat template; not together with `custom_chat_template`.",
     )
     lora_configs: tuple[LoraSection, ...] = Field(
         default=(),
-        description="Train a LoRA adapter with the keys below ([training](training.md#lora)), one "
-        "at most. Not set: all weights are trained.",
+        description="Train a LoRA adapter with the keys below ([training](training.md#lora)); "
+        "maximum of one. Not set: all weights are trained.",
     )
 
     @field_validator("lora_configs", mode="before")
     @classmethod
     def _one_at_most(cls, value: Any) -> Any:
         if isinstance(value, (list, tuple)) and len(value) > 1:
-            raise ValueError("one adapter is trained at most; keep one of them")
+            raise ValueError("only one adapter can be trained; keep one of them")
         return () if value is None else value
 
     @property
     def lora(self) -> LoraSection | None:
-        """The adapter that is trained; None where all weights are."""
+        """The adapter that is trained; None if all weights are."""
         return self.lora_configs[0] if self.lora_configs else None
 
 
@@ -955,8 +992,8 @@ class BranchingSection(Section):
     ends: int = Field(
         default=4,
         ge=2,
-        description="Rollouts that continue from each point, including the one that is branched "
-        "from. Not with `best`, which chooses it.",
+        description="Rollouts that continue from each branch point, including the original one. "
+        "Not with `best`, which chooses the number.",
     )
     trunks: int | None = Field(
         default=None,
@@ -966,35 +1003,35 @@ class BranchingSection(Section):
     )
     where: str = Field(
         default="spread",
-        description="Where the others begin: anywhere (`spread`), at calls before which the model "
-        "was unsure (`uncertain`), where earlier steps have shown that it pays, nowhere included "
-        "(`best`), or as a function says (`package.module:function`, `path/file.py:function`; "
-        "[branches](sampling.md#branches)).",
+        description="Where other rollouts branch: anywhere (`spread`), before calls at which "
+        "the model was uncertain (`uncertain`), where earlier steps show a benefit, which may "
+        "be nowhere (`best`), or where a function decides (`package.module:function`, "
+        "`path/file.py:function`; [branches](sampling.md#branches)).",
     )
     inside: bool = Field(
         default=False,
-        description="Whether they may begin inside an answer. Else before one.",
+        description="Whether a branch may start inside an answer; false: only before one.",
     )
     rounds: int = Field(
         default=1,
         ge=1,
-        description="Further rollouts begin in so many rounds; from the second on also inside "
-        "those of the round before.",
+        description="Number of rounds of branching; from the second on, branches may also start "
+        "inside those of the previous round.",
     )
     on_divergence: Literal["drop", "sample"] = Field(
         default="drop",
-        description="An agent that asks for something else than it did before the point: the "
-        "rollout ends and is left out (`drop`), or is sampled from there (`sample`).",
+        description="If the agent's requests differ from the original before the branch point: "
+        "end the rollout and skip it (`drop`), or sample from there (`sample`).",
     )
     seed_functions: bool = Field(
         default=False,
-        description="Set the random states of Python, NumPy and PyTorch before each rollout, to "
-        "the same for those with one beginning. Needs `explorer.runner_per_model: 1`.",
+        description="Seed the random states of Python, NumPy and PyTorch before each rollout, "
+        "identically for rollouts with the same start. Requires `explorer.runner_per_model: 1`.",
     )
 
     @property
     def fewest_trunks(self) -> int:
-        """Rollouts that start at the beginning, at least."""
+        """Minimum number of rollouts that start at the beginning."""
         return self.trunks or 2
 
     @field_validator("where")
@@ -1007,97 +1044,98 @@ class BranchingSection(Section):
         return value
 
 
-# `tuner.history.*`: rollouts that were recorded before, as what a run learns from.
+# `tuner.history.*`: recorded rollouts as training data.
 
 
 Names = Annotated[tuple[str, ...], null_is(tuple)]
 
 
 class HistorySection(Section):
-    """`tuner.history.*`: which recorded rollouts a run learns from; with it `mode` is `train`."""
+    """`tuner.history.*`: selection of recorded rollouts to train on; sets `mode` to `train`."""
 
     sources: Names = Field(
         default=(),
-        description="Run directories, files of traces, folders of them, a server's "
-        "`serving.sqlite`, or logs without tokens ([recorded data](recorded_data.md)). "
-        "`tuner train` sets it.",
+        description="Run directories, trace files, folders of them, a server's "
+        "`serving.sqlite`, or logs without tokens ([recorded data](recorded_data.md)). Set by "
+        "`tuner train`.",
     )
     held_out: float = Field(
         default=0.0,
         ge=0,
         lt=1,
-        description="Share of the tasks that is not trained and whose loss is logged, chosen by a "
-        "hash of each task.",
+        description="Fraction of tasks, chosen by a hash of each task, that are not trained and "
+        "whose loss is logged.",
     )
     min_reward: float | None = Field(
         default=None,
         allow_inf_nan=False,
-        description="Rollouts with a smaller one are left out.",
+        description="Skip rollouts with a smaller reward.",
     )
     max_reward: float | None = Field(
-        default=None, allow_inf_nan=False, description="Those with a larger one are."
+        default=None, allow_inf_nan=False, description="Skip rollouts with a larger reward."
     )
     after: str | None = Field(
         default=None,
-        description="Rollouts that began before this are left out: a date or time in ISO 8601, in "
-        "UTC where it names no zone, or Unix seconds.",
+        description="Skip rollouts that started before this time: an ISO 8601 date or time (UTC "
+        "unless it has a zone), or Unix seconds.",
     )
     before: str | None = Field(
-        default=None, description="Those that began at this time or later are."
+        default=None, description="Skip rollouts that started at this time or later."
     )
     min_version: int | None = Field(
         default=None,
         ge=0,
-        description="Rollouts with a token of weights that had seen fewer updates are left out.",
+        description="Skip rollouts with a token from weights with fewer updates.",
     )
     max_version: int | None = Field(
-        default=None, ge=0, description="Those with a token of weights that had seen more are."
+        default=None, ge=0, description="Skip rollouts with a token from weights with more updates."
     )
     min_step: int | None = Field(
-        default=None, ge=0, description="Rollouts of earlier steps of their run are left out."
+        default=None, ge=0, description="Skip rollouts of earlier steps of their run."
     )
-    max_step: int | None = Field(default=None, ge=0, description="Those of later steps are.")
+    max_step: int | None = Field(
+        default=None, ge=0, description="Skip rollouts of later steps of their run."
+    )
     split: str | None = Field(
         default=None,
         min_length=1,
-        description="Whose rollouts: the name of an evaluation set. Not set: those that were for "
-        "training, and served sessions.",
+        description="Use the rollouts of this evaluation set. Not set: training rollouts and "
+        "served sessions.",
     )
-    roles: Names = Field(
-        default=(), description="Only calls of these roles are trained. Not set: of all."
-    )
+    roles: Names = Field(default=(), description="Train only calls with these roles. Not set: all.")
     outcomes: Names = Field(
-        default=(), description="Only rollouts that ended like this. Not set: all."
+        default=(), description="Use only rollouts with these outcomes. Not set: all."
     )
     tags: Names = Field(
-        default=(), description="Only served sessions with all of these tags. Not set: any."
+        default=(),
+        description="Use only served sessions that have all of these tags. Not set: all.",
     )
     metadata: Arguments = Field(
         default_factory=dict,
-        description="Only rollouts with these values in the metadata of their session, or in their "
-        "task.",
+        description="Use only rollouts with these values in their session's metadata or in "
+        "their task.",
     )
     best: int = Field(
-        default=1, ge=1, description="How many rollouts of a task are imitated, the best. For sft."
+        default=1, ge=1, description="Number of best rollouts per task to imitate. For sft."
     )
     pairs: Literal["best", "all"] = Field(
         default="best",
-        description="Which rollouts of a task are a pair: the best and the worst, or any two with "
-        "different rewards. For dpo.",
+        description="Rollouts of a task that form pairs: the best and the worst (`best`), or "
+        "any two with different rewards (`all`). For dpo.",
     )
     min_gap: float = Field(
         default=0.0,
         ge=0,
         allow_inf_nan=False,
-        description="Pairs whose rewards differ by less are none. For dpo.",
+        description="Minimum difference of rewards in a pair. For dpo.",
     )
     min_effective_samples: float = Field(
         default=0.3,
         ge=0,
         le=1,
-        description="The run stops before an update for which the tokens are worth a smaller share "
-        "of as many new ones ([recorded data](recorded_data.md#how-far-the-weights-may-go)); 0: "
-        "never. Not for sft and dpo.",
+        description="Minimum effective sample size, as a fraction of the number of tokens; the "
+        "run stops before an update below it ([recorded "
+        "data](recorded_data.md#how-far-the-weights-may-go)). 0: never. Not for sft and dpo.",
     )
 
     @field_validator("after", "before")
@@ -1114,10 +1152,10 @@ class HistorySection(Section):
 
 
 def unix_seconds(text: str) -> float:
-    """A time of `tuner.history` in Unix seconds.
+    """Convert a time of `tuner.history` to Unix seconds.
 
     Raises:
-        ValueError: It is neither a number nor a time in ISO 8601.
+        ValueError: It is neither a number nor an ISO 8601 time.
     """
     try:
         return float(text)
@@ -1127,46 +1165,47 @@ def unix_seconds(text: str) -> float:
         found = datetime.fromisoformat(text)
     except ValueError:
         raise ValueError(
-            f"{text!r} is no time: write 2026-11-24, 2026-11-24T18:00+01:00 or Unix seconds"
+            f"{text!r} is not a time: write 2026-11-24, 2026-11-24T18:00+01:00 or Unix seconds"
         ) from None
     return (found if found.tzinfo is not None else found.replace(tzinfo=UTC)).timestamp()
 
 
-# `tuner.serving.*`: read by `tuner serve` alone.
+# `tuner.serving.*`: read only by `tuner serve`.
 
 
 class PromotionSection(Section):
-    """`tuner.serving.promotion.*`: when new weights serve, with `tuner serve --train`."""
+    """`tuner.serving.promotion.*`: conditions for serving new weights, with `tuner serve
+    --train`."""
 
     by: Literal["held_out", "live", "both", "always"] = Field(
         default="held_out",
-        description="Proof that a candidate is better: the evaluation sets "
-        "(`buffer.explorer_input.eval_tasksets`), new sessions that are given to it (`live`), the "
-        "first and then the second (`both`), or nothing (`always`: each update serves at once).",
+        description="Evidence that a candidate is better: the evaluation sets "
+        "(`buffer.explorer_input.eval_tasksets`), new sessions that it serves (`live`), first "
+        "the one and then the other (`both`), or none (`always`: each update serves "
+        "immediately).",
     )
     effect: float = Field(
         default=0.05,
         gt=0,
         allow_inf_nan=False,
-        description="The gain in mean reward that a comparison is planned for: a candidate of "
-        "which it is proven that it gains less is not promoted.",
+        description="Gain in mean reward that a comparison is planned to detect; a candidate "
+        "proven to gain less is not promoted.",
     )
     level: float = Field(
         default=0.05,
         gt=0,
         lt=0.5,
-        description="Probability with which a candidate that is not better is promoted, at most, "
-        "however often one looks.",
+        description="Maximum probability of promoting a candidate that is not better, however "
+        "often the comparison is checked.",
     )
     margin: float = Field(
         default=0.0,
         allow_inf_nan=False,
-        description="By how much a candidate must at least be better; below 0: by how much it may "
-        "be worse.",
+        description="Minimum gain of a candidate; a negative value is the maximum loss.",
     )
     reward_range: tuple[float, float] = Field(
         default=(0.0, 1.0),
-        description="Between which bounds every reward is; one outside of them stops learning.",
+        description="Bounds of every reward; a reward outside of them stops learning.",
     )
 
     @field_validator("reward_range")
@@ -1181,45 +1220,46 @@ class PromotionSection(Section):
         width = self.reward_range[1] - self.reward_range[0]
         if not -width < self.margin < self.effect < width:
             raise ValueError(
-                f"margin {self.margin:g} should be below effect {self.effect:g}, and both "
-                f"differences of rewards in reward_range, of less than {width:g}"
+                f"margin {self.margin:g} must be below effect {self.effect:g}, and both must be "
+                f"differences of rewards in reward_range, smaller than {width:g}"
             )
         return self
 
 
 class ServingSection(Section):
-    """`tuner.serving.*`: a server's keys, limits and what it keeps."""
+    """`tuner.serving.*`: keys, limits and storage of a server."""
 
     admin_key_env: str = Field(
         default="TUNER_ADMIN_KEY",
         min_length=1,
-        description="Environment variable that holds the admin key. Where it is not set one is "
-        "made for this start and printed, on loopback only.",
+        description="Environment variable with the admin key. If it is not set, a key for this "
+        "start is generated and printed, on loopback only.",
     )
     allowed_hosts: Annotated[tuple[str, ...], null_is(tuple)] = Field(
         default=(),
-        description="Names that requests may have in `Host` besides those of loopback, without a "
-        "port: those of the reverse proxy, or of the machine.",
+        description="Allowed values of the `Host` header in addition to loopback, without a "
+        "port: those of the reverse proxy or of the machine.",
     )
     session_header: str = Field(
         default="x-tuner-session",
         pattern=r"^[A-Za-z0-9-]+$",
-        description="Header in which an application's requests may name their session (a name of "
-        "its own for each conversation), and in which answers say its id.",
+        description="Header in which a request may name its session (one name per conversation) "
+        "and a response returns the session's id.",
     )
     max_body_bytes: int = Field(
-        default=32 * 1024 * 1024, ge=1024, description="Bytes of a request's body."
+        default=32 * 1024 * 1024, ge=1024, description="Maximum size of a request body, in bytes."
     )
     requests_per_minute: int | None = Field(
         default=None,
         ge=1,
-        description="Requests with one key in a minute, as many at once as in ten seconds; more "
-        "get 429 with `Retry-After`. Not set: any number.",
+        description="Maximum requests per key and minute, with bursts of ten seconds' worth; "
+        "excess requests get 429 with `Retry-After`. Not set: unlimited.",
     )
     idle_minutes: float | None = Field(
         default=None,
         gt=0,
-        description="Minutes after which a session without a call ends by itself. Not set: never.",
+        description="Minutes without a call after which a session ends automatically. Not set: "
+        "never.",
     )
     keep_days: float | None = Field(
         default=None,
@@ -1228,28 +1268,29 @@ class ServingSection(Section):
     )
     redact: str | None = Field(
         default=None,
-        description="Function that removes what is not to be stored: `package.module:function` or "
-        "`path/file.py:function`, which takes a list of messages and returns the list as it is "
-        "stored. A call that it changes is stored without token ids, and never trained.",
+        description="Function that removes private text before storage: "
+        "`package.module:function` or `path/file.py:function`. It takes a list of messages and "
+        "returns the list to store. A call that it changes is stored without token ids and "
+        "never trained.",
     )
     log: bool = Field(
         default=True,
-        description="Write a line of JSON for each request to the standard error, without contents "
-        "and keys.",
+        description="Write one line of JSON per request to standard error, without contents or "
+        "keys.",
     )
     promotion: PromotionSection = PromotionSection()
     canary: float = Field(
         default=0.2,
         gt=0,
         lt=1,
-        description="Share of new sessions that a candidate gets, with `promotion.by` `live` or "
-        "`both`.",
+        description="Fraction of new sessions served by a candidate, with `promotion.by` `live` "
+        "or `both`.",
     )
     max_staleness: int = Field(
         default=1,
         ge=0,
-        description="Promotions by which the weights that sampled a token may be older than those "
-        "that serve; older tokens are not trained, and counted.",
+        description="Maximum number of promotions between the weights that sampled a token and "
+        "the serving weights; older tokens are not trained, but counted.",
     )
 
     @field_validator("allowed_hosts", mode="before")
@@ -1258,14 +1299,14 @@ class ServingSection(Section):
         return (value,) if isinstance(value, str) else value
 
 
-# `tuner.*`: keys of our own, and the sections below them that are not in another file.
+# `tuner.*`: our own keys.
 
 
 class Penalize(Section):
     """`tuner.on_failure: {penalize: value}`"""
 
     penalize: float = Field(
-        allow_inf_nan=False, description="Reward of a rollout that gives none itself."
+        allow_inf_nan=False, description="Reward of a rollout that fails to give one."
     )
 
 
@@ -1275,52 +1316,52 @@ class RemoteModel(Section):
     base_url: str = Field(
         pattern=r"^https?://", description="URL of the API, usually ending in `/v1`."
     )
-    model_name: str = Field(min_length=1, description="The model's name at that URL.")
+    model_name: str = Field(min_length=1, description="Name of the model at that URL.")
     api_key_env: str | None = Field(
-        default=None, min_length=1, description="Environment variable that holds the API key."
+        default=None, min_length=1, description="Environment variable with the API key."
     )
     max_concurrent: int | None = Field(
         default=None,
         ge=1,
-        description="Requests to it at the same time, of all rollouts. Not set: any number.",
+        description="Maximum concurrent requests from all rollouts. Not set: unlimited.",
     )
     input_price: float | None = Field(
         default=None,
         ge=0,
         allow_inf_nan=False,
-        description="Money for a million tokens that it reads.",
+        description="Price per million input tokens.",
     )
     output_price: float | None = Field(
         default=None,
         ge=0,
         allow_inf_nan=False,
-        description="Money for a million tokens that it writes.",
+        description="Price per million output tokens.",
     )
 
     @property
     def prices(self) -> tuple[float, float]:
-        """For a million tokens read, and written; 0 where it is not said."""
+        """Prices per million input and output tokens; 0 if not set."""
         return self.input_price or 0.0, self.output_price or 0.0
 
     def api_key(self, setting: str) -> str:
-        """The API key; "none" where none is needed.
+        """The API key; "none" if none is needed.
 
         Args:
-            setting: Where this model is set, as the message names it.
+            setting: Name of this model's setting, for the message.
 
         Raises:
-            ConfigError: The environment variable that should hold it is not set.
+            ConfigError: The environment variable is not set.
         """
         key = os.environ.get(self.api_key_env) if self.api_key_env else "none"
         if key is None:
             raise ConfigError(
                 f"{setting}.api_key_env = {self.api_key_env!r}: this environment variable is not "
-                "set; set it, or leave api_key_env out if no key is needed"
+                "set; set it, or remove api_key_env if no key is needed"
             )
         return key
 
     def cost(self, input_tokens: int, output_tokens: int) -> float | None:
-        """Price of so many tokens; None where neither price is set."""
+        """Price of a number of tokens; None if neither price is set."""
         if self.input_price is None and self.output_price is None:
             return None
         read, written = self.prices
@@ -1328,17 +1369,16 @@ class RemoteModel(Section):
 
 
 class NamedClass(Section):
-    """`tuner.agent.*`: a class by name, and what its constructor gets."""
+    """`tuner.agent.*`: a class by name, and its constructor's arguments."""
 
     type: str = Field(
         min_length=1,
-        description="The name it is registered under, or `package.module:Class`, or "
-        "`path/file.py:Class`.",
+        description="Registered name, `package.module:Class`, or `path/file.py:Class`.",
     )
     args: Arguments = Field(
         default_factory=dict,
-        description="Arguments of its constructor, given as they are; `gconfig` becomes a "
-        "`GenerationHyperparameters`.",
+        description="Arguments of its constructor, passed unchanged, except that `gconfig` "
+        "becomes a `GenerationHyperparameters`.",
     )
 
 
@@ -1347,33 +1387,32 @@ Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class SelectorSection(Section):
-    """`tuner.tasks.selector.*`: which tasks a step draws, in place of one order of all of them."""
+    """`tuner.tasks.selector.*`: selection of each step's tasks, instead of a fixed order."""
 
     kind: str = Field(
         default="success",
-        description="`success`: tasks that are always or never solved are drawn less; "
-        "`stratified`: each value of `field` has its share, in an order of its own; or a "
-        "function that gives each task a weight (`package.module:function`, "
-        "`path/file.py:function`; [selectors](sampling.md#tasks-drawn-by-success)).",
+        description="`success`: tasks that are always or never solved are drawn less often; "
+        "`stratified`: each value of `field` has its share and its own order; or a function "
+        "that gives each task a weight (`package.module:function`, `path/file.py:function`; "
+        "[selectors](sampling.md#tasks-drawn-by-success)).",
     )
     field: str | None = Field(
         default=None,
         min_length=1,
-        description="A field of the tasks. Each of its values has its share of every step, as far "
-        "as whole tasks go, whichever `kind` draws inside it. Needed for `stratified`.",
+        description="A field of the tasks. Each of its values gets its share of every step, "
+        "rounded to whole tasks; `kind` draws within it. Required by `stratified`.",
     )
     weights: Annotated[dict[str, Weight], null_is(dict)] = Field(
         default_factory=dict,
-        description="How much of a step goes to each value of `field`, in proportion; all of them "
-        "are named. Not set: as many tasks as it has.",
+        description="Relative share of a step for each value of `field`; name all of them. Not "
+        "set: proportional to their numbers of tasks.",
     )
     floor: float = Field(
         default=0.1,
         gt=0,
         le=1,
-        description="The lowest weight of a task, as a share of the highest: so often, beside the "
-        "task that is drawn most, every task is still drawn. 1 draws all alike. Not with "
-        "`stratified`.",
+        description="Minimum weight of a task, as a fraction of the maximum, so every task is "
+        "still drawn. 1 draws all equally. Not with `stratified`.",
     )
 
     @field_validator("kind")
@@ -1385,7 +1424,7 @@ class SelectorSection(Section):
 
 
 class TasksSection(Section):
-    """`tuner.tasks.*`: which tasks a step trains on."""
+    """`tuner.tasks.*`: selection of a step's tasks."""
 
     selector: SelectorSection | None = None
 
@@ -1394,21 +1433,21 @@ KINDS = ("verifiers", "openenv", "trl", "gymnasium", "areal", "program", "mixtur
 
 
 class EnvironmentSection(Section):
-    """`tuner.environment.*`: an environment in one of `KINDS`, or that of a queue agent."""
+    """`tuner.environment.*`: an environment in one of `KINDS`, or a queue agent's."""
 
     model_config = ConfigDict(extra="allow")
 
     kind: Literal[KINDS] | None = Field(  # type: ignore[valid-type]  # the table is elsewhere too
         default=None,
-        description="The format. All further keys are arguments of its class "
+        description="The format. All other keys are arguments of its class "
         "([environments](environments.md)).",
     )
     type: str | None = Field(
         default=None,
         min_length=1,
-        description="Of a queue agent, in place of `kind`: as `tuner.agent.type`.",
+        description="For a queue agent, instead of `kind`: same as `tuner.agent.type`.",
     )
-    args: Arguments = Field(default_factory=dict, description="Beside `type`: as the agent's.")
+    args: Arguments = Field(default_factory=dict, description="With `type`: same as the agent's.")
 
     @classmethod
     def takes_more(cls, given: Mapping[str, Any]) -> bool:
@@ -1417,7 +1456,7 @@ class EnvironmentSection(Section):
     @model_validator(mode="after")
     def _one_form(self) -> EnvironmentSection:
         if (self.kind is None) == (self.type is None):
-            raise ValueError(f"give either kind ({', '.join(KINDS)}), or, beside tuner.agent, type")
+            raise ValueError(f"give either kind ({', '.join(KINDS)}), or, with tuner.agent, type")
         return self
 
     @property
@@ -1434,12 +1473,13 @@ NamedOrMade = Annotated[
 
 
 class TrinitySection(Section):
-    """`tuner.trinity.*`: read by the backend `trinity` alone."""
+    """`tuner.trinity.*`: read only by the backend `trinity`."""
 
     experiences: Literal["merged", "calls"] = Field(
         default="merged",
-        description="Experiences that Trinity-RFT trains on: a rollout's calls, merged where one "
-        "continues the other, or each call by itself. With `token-mean` the gradient is the same.",
+        description="Experiences for Trinity-RFT: the calls of a rollout, merged if one "
+        "continues another (`merged`), or separate (`calls`). With `token-mean` the gradient is "
+        "the same.",
     )
 
 
@@ -1448,7 +1488,7 @@ Checkpointing = bool | Literal["auto"]
 
 
 class TunerSection(Section):
-    """`tuner.*`: keys of our own; Trinity-RFT does not know them."""
+    """`tuner.*`: our own keys, unknown to Trinity-RFT."""
 
     workflow: str | None = Field(
         default=None,
@@ -1463,71 +1503,72 @@ class TunerSection(Section):
     )
     environment: NamedOrMade | None = Field(
         default=None,
-        description="Workflow, judge and datasets in one, for the commands: the keys below, or "
-        "`package.module:name` or `path/file.py:name` of an environment or of a function that "
-        "makes one ([environments](environments.md)).",
+        description="Workflow, judge and datasets together, for the commands: the keys below, "
+        "or `package.module:name` or `path/file.py:name` of an environment or of a function "
+        "that returns one ([environments](environments.md)).",
     )
     imports: tuple[str, ...] = Field(
         default=(),
-        description="Modules that register agents and environments, gymnasium's too: "
-        "`package.module`, or `path/file.py`.",
+        description="Modules that register agents and environments, including gymnasium's: "
+        "`package.module` or `path/file.py`.",
     )
     backend: Literal["auto", "local", "trinity"] = Field(
         default="auto",
-        description="Who runs the loop: this process, or [Trinity-RFT on Ray](trinity.md). `auto` "
-        "is `trinity` where `cluster.node_num` x `cluster.gpu_per_node` is more than 1, or "
-        "`model.tinker.enable` is true.",
+        description="Where the training loop runs: this process (`local`), or [Trinity-RFT on "
+        "Ray](trinity.md). `auto` is `trinity` if `cluster.node_num` x `cluster.gpu_per_node` "
+        "is more than 1 or `model.tinker.enable` is true, otherwise `local`.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto",
-        description="`auto` takes the GPU if there is one. On `trinity`, `cpu` says that the GPUs "
-        "which `cluster` declares are only counted, as in a test.",
+        description="`auto` uses the GPU if there is one. On `trinity`, `cpu` means that the "
+        "GPUs declared in `cluster` are only counted, as in a test.",
     )
     placement: Literal["auto", "colocate", "separate"] = Field(
         default="auto",
-        description="Where an engine with a copy of the weights is: on the trainer's GPU "
-        "(`colocate`), or on other GPUs (`separate`). `auto` takes what fits and says why "
-        "([engines](operations.md#engines)).",
+        description="Location of an engine with a copy of the weights: the trainer's GPU "
+        "(`colocate`) or other GPUs (`separate`). `auto` chooses by what fits; the reason is "
+        "logged ([engines](operations.md#engines)).",
     )
     engine: EngineSection = EngineSection()
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
-        description="Type of the weights of policy, engine and reference. `auto` is `bfloat16` on "
-        "a GPU that computes with it, and `float32` elsewhere. With `bfloat16` the optimizer keeps "
-        "a float32 copy of the policy's.",
+        description="Data type of the weights of policy, engine and reference. `auto` is "
+        "`bfloat16` on a GPU that supports it, otherwise `float32`. With `bfloat16` the "
+        "optimizer keeps a float32 copy of the policy's weights.",
     )
     optimizer_state: Literal["float32", "8bit"] = Field(
         default="float32",
-        description="Precision of Adam's two moments; `8bit` needs bitsandbytes (extra `gpu`).",
+        description="Precision of Adam's two moments; `8bit` requires bitsandbytes (extra `gpu`).",
     )
     activation_checkpointing: Checkpointing = Field(
         default="auto",
-        description="Compute layers again for the backward pass: less memory. `auto`: on a GPU "
-        "that has no room otherwise.",
+        description="Recompute layers in the backward pass to save memory. `auto`: only on a "
+        "GPU with too little memory otherwise.",
     )
     compile: bool | None = Field(
         default=None,
-        description="Compile the layers for training: less time and memory, for a first start that "
-        "takes about a minute longer. Not set: on a GPU.",
+        description="Compile the layers for training: less time and memory, but the first start "
+        "takes about a minute longer. Not set: true on a GPU.",
     )
-    seed: int = Field(default=42, ge=0, description="Seed of sampling and initialisation.")
+    seed: int = Field(default=42, ge=0, description="Seed of sampling and initialization.")
     deterministic: bool = Field(
         default=False,
-        description="Same weights, bit for bit, from the same seed, also after a kill. Rollouts "
-        "and answers then come one after the other, so it is many times slower.",
+        description="The same seed gives the same weights, bit for bit, even after a kill. "
+        "Rollouts and answers then run one at a time, which is many times slower.",
     )
     on_failure: Literal["drop", "abort"] | Penalize = Field(
         default="drop",
-        description="A rollout that gives no reward: leave it out (`drop`), give it one "
+        description="A rollout without a reward: skip it (`drop`), give it a reward "
         "(`{penalize: value}`), or stop the run (`abort`).",
     )
     tasks: TasksSection = TasksSection()
     workers: Annotated[int, Field(ge=0)] | Literal["auto", "ray"] = Field(
         default=0,
-        description="Processes that run the workflow and the judge, beside the one with gateway, "
-        "engine and trainer; 0: that one runs them. `auto` begins with as many as there are cores, "
-        "and says after the first step how many stay and why ([workers](operations.md#workers)). "
-        "`ray`: on the machines of the cluster at `cluster.ray_address`, as `tuner.ray` says.",
+        description="Processes that run the workflow and the judge, in addition to the main "
+        "process with gateway, engine and trainer; 0: the main process runs them. `auto` starts "
+        "one per core and logs after the first step how many remain and why "
+        "([workers](operations.md#workers)). `ray`: on the machines of the cluster at "
+        "`cluster.ray_address`, configured by `tuner.ray`.",
     )
     ray: RaySection = RaySection()
     branching: BranchingSection | None = None
@@ -1537,49 +1578,52 @@ class TunerSection(Section):
     pass_reward: float = Field(
         default=1.0,
         allow_inf_nan=False,
-        description="A rollout has passed with at least this reward: for `pass_at_<n>` and "
-        "`pass_hat_<n>` of evaluations, which change nothing that is trained, for "
-        "`feedback_attempts` and for `tasks.selector`.",
+        description="Minimum reward of a rollout that counts as passed: for `pass_at_<n>` and "
+        "`pass_hat_<n>` of evaluations (no effect on training), `feedback_attempts` and "
+        "`tasks.selector`.",
     )
     feedback_attempts: int = Field(
         default=0,
         ge=0,
-        description="How often the workflow runs again in the same rollout, with the judge's "
-        "feedback as its argument `feedback`, while the reward is below `pass_reward`; the last "
-        "reward is the rollout's.",
+        description="Maximum number of times that the workflow runs again in the same rollout, "
+        "with the judge's feedback as its argument `feedback`, while the reward is below "
+        "`pass_reward`. The rollout's reward is the last one.",
     )
     signal_patience: int = Field(
         default=3,
         ge=1,
-        description="Steps in a row without anything to learn from. Then a run that never had any "
-        "stops, and so does one whose rollouts fail; one whose rollouts all have the highest "
-        "reward ends early, as completed; any other continues with a warning.",
+        description="Consecutive steps with nothing to learn. Then a run that has never learned "
+        "anything stops, as does one whose rollouts fail. A run whose rollouts all have the "
+        "maximum reward ends early as complete. Any other run continues with a warning.",
     )
-    max_slots: int = Field(default=64, ge=1, description="Answers generated together.")
+    max_slots: int = Field(
+        default=64, ge=1, description="Maximum number of answers generated concurrently."
+    )
     max_calls: int | None = Field(
-        default=None, ge=1, description="Answers that one rollout may ask for. Not set: any number."
+        default=None, ge=1, description="Maximum number of calls per rollout. Not set: unlimited."
     )
     max_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens that the model may write in one rollout. Not set: any number.",
+        description="Maximum number of generated tokens per rollout. Not set: unlimited.",
     )
     max_tool_seconds: float | None = Field(
         default=None,
         gt=0,
-        description="Seconds that one attempt at a rollout may spend in the agent's own code and "
-        "tools, while no answer is awaited. Not set: `explorer.max_timeout` alone.",
+        description="Maximum seconds per attempt in the agent's code and tools, while no call "
+        "is in flight. Not set: limited only by `explorer.max_timeout`.",
     )
     reasoning: Literal["template", "keep"] = Field(
         default="template",
-        description="Earlier reasoning that the chat template or the agent leaves out of a prompt: "
-        "leave it out (`template`), or put it back as it was sampled (`keep`).",
+        description="Earlier reasoning that the chat template or the agent omits from a prompt: "
+        "leave it out (`template`), or restore it as sampled (`keep`).",
     )
     layout: Layout = Field(
         default="tree",
-        description="Train each distinct token of a micro-batch once (`tree`), or rows of calls, "
-        "one after another (`packed`) or side by side (`padded`). A model that cannot be computed "
-        "so takes the next one, and the log says why. The gradient is the same.",
+        description="How a micro-batch is computed: each distinct token once (`tree`), or rows "
+        "of calls, concatenated (`packed`) or side by side (`padded`). If the model does not "
+        "support a layout, the next one is used and the reason is logged. The gradient is the "
+        "same.",
     )
     auxiliary_models: Annotated[dict[str, RemoteModel], null_is(dict)] = Field(
         default_factory=dict,
@@ -1616,31 +1660,34 @@ class TrainerSection(Section):
     """`trainer.*`"""
 
     save_interval: int = Field(
-        default=0, ge=0, description="Checkpoint after every so many steps; 0: only at the end."
+        default=0, ge=0, description="Steps between checkpoints; 0: only at the end."
     )
-    grad_clip: float = Field(default=1.0, gt=0, description="Upper limit of the gradient's norm.")
+    grad_clip: float = Field(default=1.0, gt=0, description="Maximum norm of the gradient.")
     max_token_len_per_gpu: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens in a micro-batch, of no effect on the gradient. Not set: 2 contexts.",
+        description="Maximum tokens in a micro-batch; no effect on the gradient. Not set: 2 "
+        "contexts.",
     )
     optimizer_offload: bool = Field(
         default=False,
-        description="Optimizer state in main memory, where the CPU computes the step. It changes "
-        "memory and speed, not the result.",
+        description="Keep the optimizer state in main memory and compute its step on the CPU. "
+        "Affects memory and speed, not the result.",
     )
     critic_warmup: int = Field(
         default=0,
         ge=0,
-        description="For the first so many steps only the critic is trained. For ppo.",
+        description="Number of initial steps in which only the critic is trained. For ppo.",
     )
     max_checkpoints_to_keep: int = Field(
-        default=0, ge=0, description="Delete older checkpoints beyond so many; 0 keeps all."
+        default=0,
+        ge=0,
+        description="Maximum number of checkpoints; older ones are deleted. 0 keeps all.",
     )
 
     @property
     def micro_batch_tokens(self) -> int:
-        """`max_token_len_per_gpu`; a run sets it to 2 contexts where it is not set."""
+        """`max_token_len_per_gpu`; a run sets it to 2 contexts if it is not set."""
         return self.max_token_len_per_gpu or 16384
 
 
@@ -1649,8 +1696,8 @@ class ClusterSection(Section):
 
     ray_address: str | None = Field(
         default=None,
-        description="The Ray cluster, `host:port`, that workers run on where `tuner.workers` is "
-        "`ray`; the local backend has no other use for one.",
+        description="Address of the Ray cluster, `host:port`, for the workers of "
+        "`tuner.workers: ray`; the local backend does not use it for anything else.",
     )
 
 
@@ -1659,13 +1706,13 @@ class MonitorSection(Section):
 
     monitor_type: tuple[MonitorName, ...] = Field(
         default=("tensorboard",),
-        description="Where metrics go besides the console and `metrics.jsonl`: tensorboard, "
-        "wandb, mlflow, swanlab, or a list of them.",
+        description="Destinations of metrics in addition to the console and `metrics.jsonl`: "
+        "tensorboard, wandb, mlflow, swanlab, or a list of them.",
     )
     monitor_args: Arguments = Field(
         default_factory=dict,
-        description="Given to each monitor as it is; what stands below a monitor's name is for "
-        "that one alone ([trackers](looking.md#trackers)). Passwords and keys best as "
+        description="Passed to each monitor unchanged; arguments below a monitor's name are "
+        "only for that one ([trackers](looking.md#trackers)). Give passwords and keys as "
         "`${oc.env:NAME}`.",
     )
 
@@ -1681,13 +1728,13 @@ class RunConfig(Section):
     _references: dict[str, str] = PrivateAttr(default_factory=dict)
     mode: Literal["both", "explore", "train"] = Field(
         default="both",
-        description="Rollouts and training (`both`); rollouts of the model as it is, which are "
-        "recorded and not trained (`explore`); or training on what was recorded before (`train`). "
-        "Not set: what the algorithm and `tuner.history` need.",
+        description="Rollouts and training (`both`); rollouts that are recorded, without "
+        "training (`explore`); or training on recorded data (`train`). Not set: the mode "
+        "required by the algorithm and `tuner.history`.",
     )
     project: str = Field(default="AgentScope", min_length=1, description="Folder of related runs.")
     name: str = Field(
-        # Runs that begin in one second are not one run.
+        # Runs that start in the same second are different runs.
         default_factory=lambda: f"{datetime.now():Experiment-%Y%m%d%H%M%S}-{secrets.token_hex(4)}",
         min_length=1,
         description="Name of the run. Not set: `Experiment-<time>`, a new run each time.",
@@ -1698,7 +1745,7 @@ class RunConfig(Section):
     )
     continue_from_checkpoint: bool = Field(
         default=True,
-        description="Resume a run of this name where it stopped. false: a new run beside it.",
+        description="Resume a run of this name. false: start a new run next to it.",
     )
     algorithm: AlgorithmSection = AlgorithmSection()
     model: ModelSection = ModelSection()
@@ -1728,7 +1775,7 @@ class RunConfig(Section):
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise ValueError("Input should be text that UTF-8 can write") from None
+            raise ValueError("Input should be text that can be encoded in UTF-8") from None
         return value
 
     @property
@@ -1737,7 +1784,7 @@ class RunConfig(Section):
         return self.checkpoint_root_dir / self.project / self.name
 
     def rollout_args(self, taskset: TasksetSection | EvalTasksetSection) -> RolloutArgs:
-        """The sampling settings of a set of tasks, with `model.*` filled in for what it leaves out.
+        """Sampling settings of a set of tasks, with defaults from `model.*`.
 
         Only `max_tokens` may still be None: the room left in the context.
         """
@@ -1751,7 +1798,7 @@ class RunConfig(Section):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether training needs the policy as it was at the start."""
+        """Whether training needs the initial policy."""
         algorithm = self.algorithm
         teaches = algorithm.advantage_fn == "prompt_distill"
         return (
@@ -1763,12 +1810,12 @@ class RunConfig(Section):
 
     @property
     def longest_answer(self) -> int | None:
-        """The most tokens of an answer while training; None where only the context limits it."""
+        """Maximum tokens of an answer during training; None if only the context limits it."""
         return self.rollout_args(self.buffer.explorer_input.taskset).max_tokens
 
     def to_yaml(self) -> str:
-        """The effective configuration as YAML; `load_config` reads it back unchanged, but for the
-        secrets that were given in clear."""
+        """The effective configuration as YAML; `load_config` reads it back unchanged, except for
+        secrets that were given in clear text."""
         from omegaconf import OmegaConf
 
         escaped = _escaped(self.model_dump(mode="json"))
@@ -1780,7 +1827,7 @@ class RunConfig(Section):
 
 
 def _escaped(value: Any) -> Any:
-    """`value` with every `${` marked as text, so that it is not taken for an interpolation."""
+    """`value` with every `${` escaped, so it is not an interpolation."""
     if isinstance(value, dict):
         return {key: _escaped(item) for key, item in value.items()}
     if isinstance(value, list):

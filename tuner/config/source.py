@@ -1,4 +1,4 @@
-"""The texts that settings come from: a YAML file, `key=value` overrides, and paths in both."""
+"""Sources of settings: a YAML file, `key=value` overrides, and the paths in both."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tuner.errors import ConfigError
 
 @dataclass(frozen=True)
 class YamlFile:
-    """A file's settings, interpolations not resolved, and the line each key is on."""
+    """A file's settings with unresolved interpolations, and the line of each key."""
 
     path: Path
     tree: dict[str, Any]
@@ -37,7 +37,7 @@ class Override:
 
 
 def lookup(tree: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """The value of a dotted key, `default` where it is not set or null."""
+    """The value of a dotted key; `default` if it is not set or null."""
     value: Any = tree
     for part in key.split("."):
         if not isinstance(value, Mapping) or part not in value:
@@ -47,13 +47,14 @@ def lookup(tree: Mapping[str, Any], key: str, default: Any = None) -> Any:
 
 
 def register_resolvers() -> None:
-    """Make `${tuner.when_set:NAME,a,b}` known: `a` if the environment variable is set, else `b`."""
+    """Register `${tuner.when_set:NAME,a,b}`: `a` if the environment variable is set, otherwise
+    `b`."""
 
     def when_set(name: str, value: Any, otherwise: Any) -> Any:
         return value if os.environ.get(name) else otherwise
 
     with warnings.catch_warnings():
-        # OmegaConf 2.4 renames the function; 2.3 has another one under the new name.
+        # OmegaConf 2.4 renames the function; in 2.3 the new name is a different function.
         warnings.simplefilter("ignore")
         OmegaConf.register_new_resolver("tuner.when_set", when_set, replace=True)
 
@@ -62,7 +63,7 @@ def read_yaml(path: Path) -> YamlFile:
     """Read a configuration file.
 
     Raises:
-        ConfigError: There is no such file, or it is not YAML with keys at the top.
+        ConfigError: The file does not exist or is not YAML with keys at the top level.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -135,7 +136,7 @@ def parse_override(text: str) -> Override:
     return Override(key, parsed["value"], text)
 
 
-# What stands in files and trackers in the place of a secret that was given in clear.
+# Placeholder in files and trackers for a secret that was given in clear text.
 MASK = "(a secret, not written down)"
 _SECRET_KEY = re.compile(
     r"(.*_)?(api_?key|access_?key|secret|secret_key|private_key|password|passwd|credentials?)"
@@ -147,7 +148,7 @@ _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*([^,}\s]+)[^}]*\}")
 
 
 def _is_secret(path: str, value: Any) -> bool:
-    """True for a secret: a value that must not be written down."""
+    """Whether the value is a secret, which must not be written."""
     if isinstance(value, bool) or not isinstance(value, str | int) or value in ("", "EMPTY"):
         return False
     name = next((part for part in reversed(path.split(".")) if not part.isdecimal()), "")
@@ -156,8 +157,8 @@ def _is_secret(path: str, value: Any) -> bool:
 
 
 def secret_references(raw: Any, resolved: Any, path: str = "") -> dict[str, str]:
-    """Secrets that came from the environment, and what they came from, `${oc.env:NAME}`; all that
-    did below `monitor` is one.
+    """Secrets from the environment with their source, `${oc.env:NAME}`; below `monitor` every value
+    from the environment is a secret.
 
     Args:
         raw, resolved: The same settings before and after interpolation.
@@ -172,7 +173,7 @@ def secret_references(raw: Any, resolved: Any, path: str = "") -> dict[str, str]
                 inner = f"{path}.{key}" if path else str(key)
                 found |= secret_references(item, resolved[key], inner)
         return found
-    # Without the default, which may be a secret itself.
+    # Without the default, which may itself be a secret.
     reference = _FROM_ENVIRONMENT.sub(r"${oc.env:\1}", raw) if isinstance(raw, str) else ""
     rest = _FROM_ENVIRONMENT.sub("", reference)
     if reference == rest or "${" in rest or _is_secret(path, rest):
@@ -185,7 +186,7 @@ def _watched(path: str) -> bool:
 
 
 def concealed(value: Any, references: Mapping[str, str], path: str = "") -> Any:
-    """A copy of settings to be written or sent: each secret is what it came from, or `MASK`.
+    """A copy of settings that is safe to write or send: each secret is its source or `MASK`.
 
     Args:
         value: Nested dicts, lists and dataclasses of settings, or one setting.
@@ -210,7 +211,7 @@ def concealed(value: Any, references: Mapping[str, str], path: str = "") -> Any:
 
 
 def masked(tree: Any, path: str = "") -> list[str]:
-    """Dotted paths of the secrets that are missing in settings which were written down."""
+    """Dotted paths of secrets that are masked in stored settings."""
     if isinstance(tree, Mapping | list):
         items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
         return [
@@ -221,7 +222,7 @@ def masked(tree: Any, path: str = "") -> list[str]:
     return [path] if tree == MASK else []
 
 
-# A file or folder of ours.
+# Paths of our own files or folders.
 PATHS = (
     "checkpoint_root_dir",
     "model.chat_template_path",
@@ -229,7 +230,7 @@ PATHS = (
     "tuner.environment.keep",
     "tuner.environment.readable.*",
 )
-# A path if there is one, else a name on the Hugging Face Hub.
+# A path if it exists, otherwise a name on the Hugging Face Hub.
 PATHS_OR_NAMES = (
     "model.model_path",
     "model.lora_configs.*.path",
@@ -242,7 +243,7 @@ PATHS_OR_NAMES = (
     "buffer.trainer_input.experience_buffer.path",
     "tuner.environment.template",
 )
-# `path/file.py:function`, or `package.module:function`, which is no path.
+# `path/file.py:function`, or `package.module:function`, which is not a path.
 FUNCTIONS = (
     "tuner.workflow",
     "tuner.judge",
@@ -251,7 +252,7 @@ FUNCTIONS = (
     "tuner.environment.*",
     "tuner.serving.redact",
 )
-# `path/file.py`, or `package.module`, which is no path.
+# `path/file.py`, or `package.module`, which is not a path.
 MODULES = ("tuner.imports", "tuner.imports.*")
 
 
@@ -262,9 +263,9 @@ def absolute_paths(
 
     Args:
         value: A nested dict of settings, or one setting.
-        folder: Where relative paths start.
+        folder: Base of relative paths.
         at: Dotted path of `value` itself.
-        without: Keys to leave as they are.
+        without: Keys to leave unchanged.
     """
     prefix = f"{at}." if at else ""
     if isinstance(value, dict):
@@ -284,7 +285,7 @@ def absolute_paths(
         return absolute(value, folder)
     if pattern in PATHS_OR_NAMES:
         return path_or_name(value, folder)
-    if pattern.startswith("tuner.environment."):  # arguments of a class, however deep
+    if pattern.startswith("tuner.environment."):  # arguments of a class, at any depth
         pattern = "tuner.environment.*"
     if pattern in MODULES and value.endswith(".py"):
         return absolute(value, folder)
@@ -300,8 +301,8 @@ def absolute(value: str, folder: Path) -> str:
 
 
 def path_or_name(value: str, folder: Path) -> str:
-    """An absolute path if `value` exists or can only be a path, else `value`: a Hub name, a URL,
-    `package:NAME`."""
+    """An absolute path if `value` exists or can only be a path, otherwise `value` (a Hub name,
+    a URL or `package:NAME`)."""
     if "://" in value or value.startswith(PACKAGE):
         return value
     looks_like_path = (
@@ -317,5 +318,5 @@ def path_or_name(value: str, folder: Path) -> str:
 
 DATA_FILES = (".json", ".jsonl", ".csv", ".parquet")
 GGUF = ".gguf"
-# Before the name of an installed package that ships a model.
+# Prefix of an installed package that contains a model.
 PACKAGE = "package:"

@@ -1,4 +1,4 @@
-"""TRL's `GRPOConfig`, field by field: which setting it is here, or why it is refused."""
+"""TRL's `GRPOConfig`: the equivalent setting of each field, or the reason that it is refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("tuner")
 _TABLE = read_table(Path(__file__).with_name("trl_keys.yaml"))
 _DEFAULTS: dict[str, Any] = {name: row["default"] for name, row in _TABLE["read"].items()}
 _DTYPES = ("float32", "bfloat16", "auto")
-# loss_type, with ratios of tokens or of sequences -> algorithm, aggregation.
+# loss_type and level of the ratios (token or sequence) -> algorithm, aggregation.
 _LOSSES = {
     ("grpo", "token"): ("grpo", "seq-mean-token-mean"),
     ("bnpo", "token"): ("grpo", "token-mean"),
@@ -31,14 +31,14 @@ _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_torch_x
 
 
 class GRPOConfig:
-    """TRL's `GRPOConfig` where TRL is not installed; its own works as well.
+    """TRL's `GRPOConfig` for use without TRL; TRL's own works as well.
 
     Args:
         output_dir: The run is in `<output_dir>/trl/<run_name>`.
-        fields: As TRL names them, with TRL's defaults.
+        fields: Fields of TRL's `GRPOConfig`, with TRL's defaults.
 
     Raises:
-        ConfigError: A field is nothing that can be set here.
+        ConfigError: A field is not supported here.
     """
 
     def __init__(self, output_dir: str | None = None, **fields: Any) -> None:
@@ -51,28 +51,25 @@ class GRPOConfig:
 
 
 def _check_known(given: Mapping[str, Any]) -> None:
-    """
-    Raises:
-        ConfigError: A field is given that is not known here, and not off.
-    """
+    """Raise ConfigError for a field that is unknown here and not off."""
     for name, value in given.items():
         instead = _TABLE["refused"].get(name)
         off = (instead is not None or name in _TABLE["off"]) and not value
         if off or name in _DEFAULTS or name in _TABLE["ignored"]:
             continue
         raise ConfigError(
-            f"GRPOConfig.{name} is {value!r}, which is no setting here"
-            + (f": {instead}" if instead else ": leave it out")
+            f"GRPOConfig.{name} is {value!r}, which is not supported here"
+            + (f": {instead}" if instead else ": remove it")
         )
     if idle := sorted(name for name in given if name in _TABLE["ignored"]):
-        logger.info("GRPOConfig: %s: of no effect on the result here", ", ".join(idle))
+        logger.info("GRPOConfig: %s: no effect on the result here", ", ".join(idle))
 
 
 def read_config(args: Any) -> GRPOConfig:
-    """TRL's configuration, or a mapping, as ours; ours as it is.
+    """Convert TRL's configuration or a mapping to ours; ours is returned unchanged.
 
     Raises:
-        ConfigError: It is neither, or a field is set that has no equal here.
+        ConfigError: It is neither, or a field has no equivalent here.
     """
     if args is None or isinstance(args, Mapping):
         return GRPOConfig(**(args or {}))
@@ -81,7 +78,7 @@ def read_config(args: Any) -> GRPOConfig:
     kind: Any = type(args)
     if not dataclasses.is_dataclass(args) or kind.__name__ != "GRPOConfig":
         raise ConfigError(f"args is {args!r:.60}: give a GRPOConfig, TRL's or tuner's")
-    # TRL's own defaults on this machine.
+    # TRL's defaults on this machine.
     same = {name: getattr(args, name) for name in ("use_cpu", "bf16", "output_dir")}
     usual = kind(**same)
     given = {
@@ -97,15 +94,15 @@ def settings_of(config: GRPOConfig, rows: int | None) -> dict[str, Any]:
     """The configuration as keys of the file.
 
     Args:
-        rows: Rows of the training set; None where that is unknown.
+        rows: Rows of the training set; None if unknown.
 
     Raises:
-        ConfigError: A value has no equal here.
+        ConfigError: A value has no equivalent here.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
             "WORLD_SIZE is more than 1: start the script with python, not with accelerate or "
-            "torchrun; one process trains here, and tuner.backend trinity is for several GPUs"
+            "torchrun; training runs in one process; for several GPUs set tuner.backend to trinity"
         )
     prompts = prompts_in_a_step(config)
     epoch = None if rows is None else max(1, rows // prompts)
@@ -130,7 +127,7 @@ def settings_of(config: GRPOConfig, rows: int | None) -> dict[str, Any]:
 
 
 def _word(value: Any) -> str:
-    """One of transformers' enumerations as the text that it is."""
+    """A transformers enumeration value as text."""
     return str(getattr(value, "value", value))
 
 
@@ -139,10 +136,10 @@ def _refuse(config: GRPOConfig, name: str, instead: str) -> ConfigError:
 
 
 def _translated(config: GRPOConfig) -> Iterator[tuple[str, Any]]:
-    """Fields that are one setting each.
+    """Fields that correspond to one setting each.
 
     Raises:
-        ConfigError: A value has no equal here.
+        ConfigError: A value has no equivalent here.
     """
     for name, row in _TABLE["read"].items():
         value = getattr(config, name)
@@ -158,9 +155,10 @@ def _translated(config: GRPOConfig) -> Iterator[tuple[str, Any]]:
 
 
 def prompts_in_a_step(config: GRPOConfig) -> int:
-    """
+    """Number of prompts per step.
+
     Raises:
-        ConfigError: A step has no whole number of them, or trains something else than it samples.
+        ConfigError: It is not a whole number, or a step trains other completions than it samples.
     """
     accumulated = config.gradient_accumulation_steps
     completions = config.per_device_train_batch_size * accumulated
@@ -168,24 +166,26 @@ def prompts_in_a_step(config: GRPOConfig) -> int:
         raise _refuse(
             config,
             "steps_per_generation",
-            "a step trains what it sampled; leave it out, or see synchronizer.sync_offset",
+            "a step trains what it sampled; remove it, or see synchronizer.sync_offset",
         )
     if config.generation_batch_size not in (None, completions):
         raise _refuse(
             config,
             "generation_batch_size",
-            f"a step samples what it trains, {completions} completions; leave it out",
+            f"a step samples what it trains, {completions} completions; remove it",
         )
     size = config.num_generations
     if completions % size:
         raise _refuse(
-            config, "num_generations", f"a step has {completions} completions, no multiple of it"
+            config,
+            "num_generations",
+            f"a step's {completions} completions are not a multiple of it",
         )
     return int(completions // size)
 
 
 def _steps(config: GRPOConfig, epoch: int | None) -> int:
-    """Batches: TRL counts an update of each iteration over a batch."""
+    """Number of batches: TRL counts an update of each iteration over a batch."""
     limit, updates = config.max_steps, config.num_iterations
     if limit > 0:
         return int(-(-limit // updates))
@@ -234,14 +234,14 @@ def _loss(config: GRPOConfig) -> dict[str, Any]:
     kind, level = config.loss_type, config.importance_sampling_level
     if (kind, level) not in _LOSSES:
         known = ", ".join(f"{one} of {ratios}s" for one, ratios in _LOSSES)
-        raise _refuse(config, "loss_type", f"with ratios of {level}s there is none; known: {known}")
+        raise _refuse(config, "loss_type", f"unknown with ratios of {level}s; known: {known}")
     if kind == "bnpo" and config.gradient_accumulation_steps > 1:
-        raise _refuse(config, "loss_type", "micro-batches change no result here: 'dapo' is alike")
+        raise _refuse(config, "loss_type", "micro-batches never change the result; use 'dapo'")
     algorithm, aggregation = _LOSSES[kind, level]
     scale = {True: "group", False: "none"}.get(config.scale_rewards, config.scale_rewards)
     kl = "none"
     if config.beta:
-        # k2 has the gradient that TRL's weighted k3 has where the policy sampled itself.
+        # k2 has the gradient of TRL's weighted k3 for tokens that the policy sampled.
         kl = "k2" if config.use_bias_correction_kl else "k3"
     section = "algorithm.policy_loss_fn_args"
     found: dict[str, Any] = {
@@ -278,8 +278,8 @@ def _engine(config: GRPOConfig) -> dict[str, Any]:
         dtype = str(value).removeprefix("torch.")
         if name not in ("dtype", "torch_dtype") or dtype not in _DTYPES:
             raise ConfigError(
-                f"GRPOConfig.model_init_kwargs[{name!r}] is {value!r}: only dtype is read, one of "
-                f"{', '.join(_DTYPES)}"
+                f"GRPOConfig.model_init_kwargs[{name!r}] is {value!r}: only dtype is supported, as "
+                f"one of {', '.join(_DTYPES)}"
             )
         found["tuner.dtype"] = dtype
     if config.use_vllm:

@@ -1,4 +1,5 @@
-"""Groups of rollouts: what is on disk is kept, the rest is run, ahead of its step if allowed."""
+"""Groups of rollouts: stored rollouts are reused, the others run, ahead of their step if
+allowed."""
 
 from __future__ import annotations
 
@@ -23,14 +24,13 @@ from tuner.traces import Outcome, RolloutId, Trace, TraceStore
 from tuner.traces.reading import Count, JsonReader
 from tuner.traces.store import closed, cut_torn_line
 
-# Which groups of a run are begun when, and which a step takes: collection ahead of training.
-#
-# How far collection may run ahead of training: pure rules, in groups and updates.
+# Rules for collection ahead of training, in groups and updates: when a group begins, and which
+# groups a step takes.
 #
 # A group that begins at version b has tokens of version b and later. In the step that makes update
-# v + 1 (the weights have seen v) its staleness is at most v - b: within a bound s its *deadline* is
-# the step at v = b + s. `admissible` begins no more groups than steps can take before their
-# deadlines; `in_time` keeps a step from leaving behind more than the later steps can take.
+# v + 1 (the weights have v updates) its staleness is at most v - b: within a bound s its *deadline*
+# is the step at v = b + s. `admissible` limits new groups to those that steps can take before their
+# deadlines; `in_time` prevents a step from leaving more groups than later steps can take.
 
 
 T = TypeVar("T")
@@ -39,34 +39,34 @@ T = TypeVar("T")
 def admissible(
     *, max_running: int, running: int, accepted: int, batch: int, version: int, staleness: int
 ) -> int:
-    """Groups that may be begun, at least 0 (AReaL, arXiv 2505.24298, equation 3).
+    """Groups that may begin now, at least 0 (AReaL, arXiv 2505.24298, equation 3).
 
-    A step uses up `batch` groups, so those that are begun now are trained once everything before
-    them is: `(accepted + running) // batch` steps from the start, `version` of which are over.
-    A staleness of 0 is synchronous.
+    A step uses `batch` groups, so a group that begins now is trained after all earlier ones:
+    `(accepted + running) // batch` steps from the start, of which `version` are finished. A
+    staleness of 0 is synchronous.
 
     Args:
-        max_running: Groups that may run at the same time.
-        running: Groups that do.
-        accepted: Groups that ended and are trained on, since the run began.
-        batch: Groups in a step.
-        version: Updates that the weights have seen.
-        staleness: Updates by which a sample may be older than the weights that it trains.
+        max_running: Maximum number of running groups.
+        running: Running groups.
+        accepted: Groups since the start of the run that have ended and are trained.
+        batch: Groups per step.
+        version: Number of updates of the weights.
+        staleness: Maximum number of updates between the weights that sampled and those that train.
     """
     ahead = (staleness + version + 1) * batch - (accepted + running)
     return max(0, min(max_running - running, ahead))
 
 
 def in_time(left: Iterable[int], *, batch: int, version: int, staleness: int) -> bool:
-    """Whether every group that a step leaves behind can still be trained within the bound.
+    """Whether every group that a step leaves can still be trained within the bound.
 
-    The groups whose deadline is d or earlier must fit into the steps up to the one at d: for every
-    d, `#{begun + staleness <= d} <= (d - version) * batch`.
+    The groups with deadlines up to d must fit into the steps up to d: for every d,
+    `#{begun + staleness <= d} <= (d - version) * batch`.
 
     Args:
-        left: The version at which each group began that is neither trained nor in this step.
-        batch: Groups in a step.
-        version: Updates that the weights have seen which this step trains.
+        left: The initial version of each group that is neither trained nor in this step.
+        batch: Groups per step.
+        version: Number of updates of the weights that this step trains.
         staleness: The bound.
     """
     deadlines = sorted(begun + staleness for begun in left)
@@ -76,7 +76,7 @@ def in_time(left: Iterable[int], *, batch: int, version: int, staleness: int) ->
 
 
 class Ahead(Generic[T]):
-    """Pieces of work by number, until they are taken; `on_end` is called with each that ends."""
+    """Numbered tasks until they are taken; `on_end` is called with each number that ends."""
 
     def __init__(self, on_end: Callable[[int], None] = lambda number: None) -> None:
         self._on_end = on_end
@@ -86,27 +86,27 @@ class Ahead(Generic[T]):
         self._changed = asyncio.Event()
 
     def __len__(self) -> int:
-        """Pieces that were begun and not taken."""
+        """Number of tasks that began and were not taken."""
         return len(self._running) + len(self._ended)
 
     @property
     def running(self) -> list[int]:
-        """Numbers of what has not ended, rising."""
+        """Numbers of running tasks, ascending."""
         return sorted(self._running)
 
     @property
     def ended(self) -> list[int]:
-        """Numbers of what can be taken, rising: the oldest first."""
+        """Numbers of tasks that can be taken, ascending: the oldest first."""
         return sorted(self._ended)
 
     def begin(self, number: int, work: Coroutine[Any, Any, T]) -> None:
-        """Begin a piece of work; an event loop must be running."""
+        """Start a task; an event loop must be running."""
         task = asyncio.ensure_future(work)
         self._running[number] = task
         task.add_done_callback(lambda task: self._end(number, task))
 
     def add(self, number: int, result: T) -> None:
-        """A piece that ended earlier."""
+        """Add the result of a task that ended earlier."""
         self._ended[number] = result
 
     def _end(self, number: int, task: asyncio.Task[T]) -> None:
@@ -122,7 +122,7 @@ class Ahead(Generic[T]):
         self._on_end(number)
 
     async def until(self, ready: Callable[[], bool]) -> None:
-        """Wait until `ready()`, which is asked whenever a piece ends."""
+        """Wait until `ready()`, which is checked whenever a task ends."""
         while True:
             if self._errors:
                 raise self._errors.pop(0)
@@ -132,11 +132,11 @@ class Ahead(Generic[T]):
             await self._changed.wait()
 
     def take(self, numbers: Sequence[int]) -> list[T]:
-        """The results of pieces that ended, which are forgotten here."""
+        """Remove tasks that have ended and return their results."""
         return [self._ended.pop(number) for number in numbers]
 
     async def cancel(self) -> None:
-        """Cancel what runs, and forget everything."""
+        """Cancel and remove all tasks."""
         tasks = list(self._running.values())
         self._running.clear()
         self._ended.clear()
@@ -149,21 +149,21 @@ class Ahead(Generic[T]):
 class Schedule(Generic[T]):
     """The groups of a run, numbered from 0: begun in order, trained when they are complete.
 
-    Group `n` begins once the weights have seen `n // batch - staleness` updates and there is room
-    for its rollouts. A step takes the oldest `batch` groups that are complete. With `waits` it
-    first waits for groups without which later steps would have to exceed the staleness; otherwise
-    slow groups grow older than that, and their old tokens have to be left out.
+    Group `n` begins once the weights have `n // batch - staleness` updates and there is room for
+    its rollouts. A step takes the oldest `batch` complete groups. With `waits` it first waits for
+    groups that would otherwise make later steps exceed the staleness; without it, slow groups may
+    exceed the staleness and their old tokens must be skipped.
 
     Args:
-        run: Runs the group of a number; calls `rollout_ended` for each of its rollouts.
-        batch: Groups in a step.
+        run: Runs the group with a number; calls `rollout_ended` for each of its rollouts.
+        batch: Groups per step.
         total: Groups in the run.
-        repeat: Rollouts in a group.
-        max_running: Rollouts at the same time.
-        staleness: Updates by which collection may be ahead; 0 is synchronous.
+        repeat: Rollouts per group.
+        max_running: Maximum number of concurrent rollouts.
+        staleness: Maximum number of updates that collection may be ahead; 0 is synchronous.
         waits: Whether a step waits for groups that would become too old.
-        version: Updates that the weights have seen.
-        hold: Version before which nothing is begun: steps before it take groups that are known.
+        version: Number of updates of the weights.
+        hold: Version before which no group begins: earlier steps take stored groups.
     """
 
     run: Callable[[int], Coroutine[Any, Any, T]]
@@ -187,12 +187,12 @@ class Schedule(Generic[T]):
 
     @property
     def complete(self) -> int:
-        """Groups that no step has taken yet and that have ended."""
+        """Number of groups that have ended and were not taken by a step."""
         return len(self._ahead.ended)
 
     @property
     def running(self) -> int:
-        """Rollouts that were begun and have not ended."""
+        """Number of running rollouts."""
         return sum(self._left.values())
 
     def restore(
@@ -202,40 +202,40 @@ class Schedule(Generic[T]):
         complete: Mapping[int, tuple[T, int]],
         begun: Mapping[int, int],
     ) -> None:
-        """Go on with a run of which something is known. Called before anything is begun.
+        """Resume a run from its stored groups. Call it before any group begins.
 
         Args:
             trained: Groups that steps have taken.
-            complete: Result of each other group that ended, and the version it began at.
-            begun: The version that each unfinished group of which something is known began at.
+            complete: Result and initial version of each other group that ended.
+            begun: Initial version of each unfinished group with stored rollouts.
         """
         self._skipped = {*trained, *complete}
         for number, (result, version) in complete.items():
             self._ahead.add(number, result)
             self._begun[number] = version
         self._earliest = dict(begun)
-        self._begun.update(begun)  # what is left of them may wait for room, and grows older
+        self._begun.update(begun)  # their remaining rollouts may wait for room, and become older
 
     def advance(self, version: int) -> None:
-        """The weights have seen `version` updates."""
+        """Set the number of updates of the weights."""
         self.version = version
         self.fill()
 
     def rollout_ended(self, number: int) -> None:
-        """A rollout of a group ended."""
+        """Record that a rollout of a group ended."""
         if self._left.get(number, 0) > 0:
             self._left[number] -= 1
             self.fill()
 
     def fill(self) -> None:
-        """Begin what may be begun."""
+        """Start all groups that may begin."""
         if self.version < self.hold:
             return
         while True:
             while self._next in self._skipped:
                 self._next += 1
             running = len(self._left)
-            # A group is begun when one of its rollouts can be: later ones see newer weights.
+            # A group begins as soon as one of its rollouts can; later ones use newer weights.
             room = -(-(self.max_running - self.running) // self.repeat)
             allowed = admissible(
                 max_running=running + room,
@@ -257,10 +257,11 @@ class Schedule(Generic[T]):
         self.fill()
 
     async def take(self, numbers: Sequence[int] | None = None) -> dict[int, T]:
-        """What the next step trains, by number, oldest first.
+        """The groups that the next step trains, by number, oldest first.
 
         Args:
-            numbers: The groups that it took when it was begun before; None: as they come.
+            numbers: The groups that the step took before it was interrupted; None: as they
+                complete.
         """
         self.fill()
         if numbers is not None:
@@ -275,7 +276,7 @@ class Schedule(Generic[T]):
         return dict(zip(chosen, self._ahead.take(chosen), strict=True))
 
     def _choice(self) -> list[int]:
-        # After a kill a group may be older than one before it that was begun anew.
+        # After a kill, a group may be older than an earlier one that was restarted.
         oldest = sorted(self._ahead.ended, key=lambda number: (self._begun[number], number))
         return sorted(oldest[: self.batch])
 
@@ -289,13 +290,13 @@ class Schedule(Generic[T]):
         return in_time(left, batch=self.batch, version=self.version, staleness=self.staleness)
 
     async def cancel(self) -> None:
-        """Cancel what runs."""
+        """Cancel all running groups."""
         self._left.clear()
         self.total = 0
         await self._ahead.cancel()
 
 
-# Which groups each step takes, noted before they are trained.
+# The groups of each step, recorded before they are trained.
 
 
 _BATCHES = JsonReader[dict[str, Any]](
@@ -304,7 +305,7 @@ _BATCHES = JsonReader[dict[str, Any]](
 
 
 class BatchLog:
-    """One line per step, written before it is trained, so that a killed run takes it again.
+    """One line per step, written before it is trained, so that a killed run repeats it.
 
         {"step": 3, "groups": [4, 5, 7]}
 
@@ -315,11 +316,11 @@ class BatchLog:
         self._path = path
 
     def read(self) -> dict[int, list[int]]:
-        """The groups of each step; a torn last line is left out."""
+        """The groups of each step; an incomplete last line is skipped."""
         return {row["step"]: row["groups"] for _, _, row in _BATCHES.lines(self._path)}
 
     def cut(self, step: int) -> None:
-        """Forget what this step and later ones took."""
+        """Delete the entries from this step on."""
         if not self._path.exists():
             return
         kept = [line for _, line, row in _BATCHES.lines(self._path) if row["step"] < step]
@@ -328,14 +329,14 @@ class BatchLog:
         unfinished.replace(self._path)
 
     def append(self, step: int, groups: Sequence[int]) -> None:
-        """Note what a step takes."""
+        """Record the groups of a step."""
         cut_torn_line(self._path)
         with self._path.open("ab") as file:
             file.write(json.dumps({"step": step, "groups": list(groups)}).encode() + b"\n")
 
 
 def taken_until(taken: Mapping[int, Sequence[int]], step: int, *, batch: int) -> set[int]:
-    """The groups that the steps up to `step` took: those in `taken`, and others in order."""
+    """The groups taken by the steps up to `step`: those in `taken`, and the others in order."""
     found: set[int] = set()
     for one in range(1, step + 1):
         found.update(taken.get(one, range((one - 1) * batch, one * batch)))
@@ -350,7 +351,7 @@ WENT_WELL = (Outcome.COMPLETED, Outcome.REJECTED)
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What one step asks for: `repeat` rollouts of each task."""
+    """Rollouts of one step: `repeat` of each task."""
 
     split: str
     step: int
@@ -374,9 +375,10 @@ class StepPlan:
 
 @dataclass(eq=False)
 class Rollouts:
-    """Runs rollouts, at most `max_running` at a time, first come first served.
+    """Runs rollouts, up to `max_running` concurrently, in order of request.
 
-    Traces go to `store`, if any; `on_end` sees every attempt that was run, once it is stored.
+    Traces are written to `store`, if any; `on_end` receives every attempt that ran, after it is
+    stored.
     """
 
     runner: RolloutRunner
@@ -389,7 +391,7 @@ class Rollouts:
         self._slots = asyncio.Semaphore(self.max_running)
 
     def known(self, split: str, step: int) -> list[Trace]:
-        """What was recorded before of a step."""
+        """The stored traces of a step."""
         return [] if self.store is None else self.store.read(split, step)
 
     async def run(
@@ -403,27 +405,27 @@ class Rollouts:
         abort_on_failure: bool = False,
         on_trace: Callable[[Trace], None] = lambda trace: None,
     ) -> list[Trace]:
-        """Run each rollout that is not known, and store it as it ends.
+        """Run each rollout that is not known, and store it when it ends.
 
         Args:
             wanted: The task of each rollout.
-            defaults: Sampling of calls that do not say.
-            known: Traces of these rollouts that the store already holds.
-            endings: Ends them from outside.
+            defaults: Sampling settings of calls that do not set them.
+            known: Traces of these rollouts that are already stored.
+            endings: Ends rollouts from outside.
             again: The beginnings of those that begin inside others.
             abort_on_failure: Whether a rollout that fails by itself ends the run.
-            on_trace: Sees every attempt of every rollout, known ones first.
+            on_trace: Receives every attempt of every rollout, known ones first.
 
         Returns:
             Every attempt of every rollout, sorted by rollout and attempt.
         """
         panels = panels_of(self.runner, wanted)
         done = {trace.id for trace in known if trace.final}
-        # Rollouts that are judged together are made together.
+        # Rollouts that are judged together are run together.
         done -= {
             id for panel in panels.values() for id in panel.ids if not done.issuperset(panel.ids)
         }
-        # Attempts of a rollout that never got to its final one are run again from the start.
+        # A rollout without a final attempt is run again from the start.
         traces = [trace for trace in known if trace.id in done]
         for trace in traces:
             on_trace(trace)
@@ -469,8 +471,8 @@ class Rollouts:
             raise errors.exceptions[0] from None
         if lost := wanted.keys() - {trace.id for trace in traces if trace.final}:
             raise AssertionError(
-                f"{len(lost)} rollouts ended without an outcome, {min(lost)} for one; a bug "
-                "in tuner"
+                f"{len(lost)} rollouts ended without an outcome, the first is {min(lost)}; this "
+                "is a bug in tuner"
             )
         return sorted(traces, key=lambda trace: (trace.id, trace.attempt))
 
@@ -484,7 +486,7 @@ async def collect(
     abort_on_failure: bool = False,
     on_trace: Callable[[Trace], None] = lambda trace: None,
 ) -> list[Trace]:
-    """The rollouts of one step, as `Rollouts.run` returns them; stored ones are not run again."""
+    """The rollouts of one step, as returned by `Rollouts.run`; stored ones are not run again."""
     return await Rollouts(runner, store, max_running=max_running).run(
         plan.wanted,
         plan.defaults,
@@ -500,30 +502,31 @@ ENDED_EARLY = "ended before it was complete: its step had enough tasks (explorer
 
 @dataclass(frozen=True)
 class Collected:
-    """Every attempt that a step trains on, by task, and groups ended early as (step, task)."""
+    """Every attempt that a step trains on, by task, and groups that were stopped early as (step,
+    task)."""
 
     traces: list[Trace]
     unfinished: frozenset[tuple[int, int]]
 
 
 class TrainingGroups:
-    """The groups of a run, from the first to the last.
+    """All groups of a run.
 
-    Group `n` is task `n % batch_size` of what step `n // batch_size + 1` would train if everything
-    took its turn; its traces have that step in their ids and are stored under it.
+    Group `n` is task `n % batch_size` of step `n // batch_size + 1` in a synchronous run; its
+    traces have that step in their ids and are stored under it.
 
     Args:
         batches: Groups that earlier steps took.
-        start: The step that the run resumes after.
-        total_steps: Length of the run.
-        rollouts: Runs them; its store has what was recorded before.
-        branching: Divides groups, where some of their rollouts begin inside others.
-        whole: Groups that are complete as recorded, whatever `branching` would do now.
-        curriculum: Draws tasks by their results; None: they come in one order.
+        start: Step after which the run resumes.
+        total_steps: Number of steps of the run.
+        rollouts: Runs the rollouts; its store has the recorded ones.
+        branching: Divides groups if some of their rollouts begin inside others.
+        whole: Groups that are complete as recorded, regardless of `branching`.
+        curriculum: Draws tasks by their results; None: they have a fixed order.
         on_rollout: Called with each rollout that ended.
 
     Attributes:
-        ahead: Updates by which collection may be ahead of training.
+        ahead: Maximum number of updates that collection may be ahead of training.
         schedule: Running and complete groups.
     """
 
@@ -575,7 +578,7 @@ class TrainingGroups:
         self._restore(start, total_steps, whole)
 
     def _restore(self, start: int, total_steps: int, whole: Collection[int]) -> None:
-        """Look at what is on disk: groups that no step has taken are not lost."""
+        """Restore stored groups that no step has taken."""
         trained = taken_until(self._taken, start, batch=self._batch)
         first = next(n for n in range(len(trained) + 1) if n not in trained) // self._batch + 1
         for step in range(first, total_steps + 1):
@@ -592,12 +595,12 @@ class TrainingGroups:
                 oldest = min(versions, default=total_steps)
                 complete[number] = (sorted(known, key=lambda t: (t.id, t.attempt)), oldest)
                 self._complete[number // self._batch] += 1
-            elif versions:  # without a token nothing of it is old
+            elif versions:  # without a token it cannot be old
                 begun[number] = min(versions)
         self.schedule.restore(trained=trained, complete=complete, begun=begun)
 
     async def take(self, step: int) -> Collected:
-        """What step `step` trains on, as soon as it is there."""
+        """The groups of step `step`, as soon as they are available."""
         self.schedule.advance(step - 1)
         groups = await self.schedule.take(self._taken.get(step))
         if self.ahead and step not in self._taken:
@@ -617,7 +620,7 @@ class TrainingGroups:
         return Collected(traces, frozenset(unfinished))
 
     async def _run(self, number: int) -> list[Trace]:
-        """One group; the schedule hears of each rollout that ends."""
+        """Run one group; the schedule is notified of each rollout that ends."""
         planned, index = divmod(number, self._batch)
         task = self._tasks[self._rows(planned + 1)[index]]
         wanted = {RolloutId(planned + 1, index, n): task for n in range(self._repeat)}
@@ -650,7 +653,7 @@ class TrainingGroups:
 
         ids = list(wanted)
         traces = await (self._branching.run(ids, run) if self._branching else run(ids))
-        for id in ids:  # those that had no place to begin
+        for id in ids:  # those without a branch point
             self._endings[planned].pop(id, None)
         self._complete[planned] += 1
         self._watch(planned)
@@ -667,7 +670,7 @@ class TrainingGroups:
         )
 
     def _watch(self, planned: int) -> None:
-        """Once enough of the tasks that were planned together are complete, end the others soon."""
+        """Once enough of the tasks planned together are complete, end the others soon."""
         over = self._config.explorer.over_rollout
         enough = math.ceil(self._batch * (1 - over.ratio))
         if over.ratio and self._complete[planned] >= enough and planned not in self._timers:
@@ -683,7 +686,7 @@ class TrainingGroups:
             ending.end(ENDED_EARLY)
 
     async def cancel(self) -> None:
-        """Cancel what runs."""
+        """Cancel all running groups."""
         for timer in self._timers.values():
             timer.cancel()
         await self.schedule.cancel()

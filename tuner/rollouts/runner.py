@@ -1,4 +1,4 @@
-"""One rollout: the workflow and the judge on one task, in a session of its own."""
+"""One rollout: the workflow and the judge on one task, in a separate session."""
 
 from __future__ import annotations
 
@@ -33,18 +33,19 @@ from tuner.tasks.functions import (
 from tuner.tasks.selection import derive_seed, seed_everything
 from tuner.traces import Call, FunctionResult, Origin, Outcome, RolloutId, Trace
 
-# One start of a workflow: what is known of it so far, and the trace that it leaves.
+# One attempt at a rollout: its state so far, and its trace.
 
 
 @dataclass(frozen=True)
 class Again:
-    """Another rollout, inside of which one begins.
+    """Another rollout, inside which one begins.
 
     Attributes:
         trace: That rollout.
-        root: The rollout and attempt that its beginning belongs to, whose seed its functions get.
-        calls, token: Calls before the point, in order of commitment, and tokens of the next one.
-        ends: Whether it ends where it diverges.
+        root: The rollout and attempt that its beginning comes from; its functions get their seed.
+        calls, token: Number of calls before the branch point, in commit order, and of tokens of the
+            next.
+        ends: Whether the rollout ends at a divergence.
     """
 
     trace: Trace
@@ -54,11 +55,12 @@ class Again:
     ends: bool = False
 
     def script(self) -> Script:
-        """What one attempt is answered from; raises TunerError where there is no such point."""
+        """Recorded answers for one attempt; raises TunerError if the branch point does not
+        exist."""
         return Script(self.trace, self.calls, self.token, ends=self.ends)
 
     def origin(self, left: Divergence | None) -> Origin:
-        """As a trace has it."""
+        """Its origin, for the trace."""
         return Origin(
             self.trace.id,
             self.trace.attempt,
@@ -88,7 +90,8 @@ class Attempt:
     started: float = field(default_factory=time.time)
 
     def check_reward(self, *, needed: bool) -> None:
-        """Refuse a missing reward, and mark one that is not finite; a judge's has been checked."""
+        """Refuse a missing reward and record one that is not finite; a judge's was checked
+        earlier."""
         if self.reward is None:
             if not needed:
                 return
@@ -100,7 +103,7 @@ class Attempt:
             self.outcome, self.error = Outcome.INVALID_REWARD, not_finite("workflow", self.reward)
 
     def follow(self, again: Again, script: Script) -> None:
-        """Note where it began, and whether it left the script before the point."""
+        """Record where the attempt began, and whether it diverged before the branch point."""
         found = script.end()
         self.origin = again.origin(found)
         if found is not None and again.ends:
@@ -115,7 +118,8 @@ class Attempt:
         generation: float,
         needs_calls: bool,
     ) -> Trace:
-        """Its trace, once its session is sealed; `needs_calls` fails one that read no answer."""
+        """Its trace, once its session is sealed; with `needs_calls`, one that read no answer has
+        failed."""
         unread = all(call.undelivered for call in calls) and needs_calls
         if self.outcome is Outcome.COMPLETED and unread:
             self.outcome = Outcome.NO_CALLS
@@ -146,7 +150,7 @@ class Attempt:
         )
 
 
-# Who calls the user's functions for a rollout: this process, or another.
+# Calls of the user's functions for a rollout, in this process or another.
 
 
 T = TypeVar("T")
@@ -156,8 +160,8 @@ logger = logging.getLogger("tuner.rollout")
 class Caller(Protocol):
     """Calls the user's functions for one attempt at a rollout, or for one group.
 
-    Each raises what the function does, or `Elsewhere` for what it did in another process. When one
-    is cancelled the session is sealed before the function hears of it.
+    Raises the function's exceptions, or `Elsewhere` for those in another process. On cancellation
+    the session is sealed before the function is notified.
     """
 
     async def workflow(self, task: Mapping[str, Any], feedback: str | None) -> WorkflowOutput: ...
@@ -170,7 +174,7 @@ class Caller(Protocol):
 
 
 class Workers(Protocol):
-    """Processes that the functions run in; where there is none any more, this process is."""
+    """Worker processes for the functions; without any left, this process runs them."""
 
     @property
     def count(self) -> int: ...
@@ -178,7 +182,7 @@ class Workers(Protocol):
     def calling(
         self, session: Session, auxiliary: Mapping[str, Any], id: RolloutId, *, seed: int | None
     ) -> AbstractAsyncContextManager[Caller]:
-        """A caller for the time of the block; `seed` sets the process's random states."""
+        """A caller for the duration of the block; `seed` sets the process's random states."""
         ...
 
 
@@ -218,7 +222,7 @@ class Here:
         task: Mapping[str, Any],
         **own: Any,
     ) -> Coroutine[Any, Any, T]:
-        """A call of a function with what all of them get, and what is its own."""
+        """A call of a function with the arguments common to all of them, and its own."""
         shared = {"auxiliary_models": self.auxiliary, "logger": logger}
         return call(func, task=dict(task), **shared, **own, apart=self.watchdog.apart)
 
@@ -229,7 +233,7 @@ class Here:
             return await contained(work, self.session)
 
 
-# How a function of the user's failed, as an outcome and in a line for people.
+# Failures of the user's functions, as an outcome and a line for people.
 
 
 def not_finite(who: str, reward: float) -> str:
@@ -238,10 +242,10 @@ def not_finite(who: str, reward: float) -> str:
 
 @dataclass(frozen=True)
 class JudgeResult:
-    """A judge's reward for one response, or how it failed to give one.
+    """A judge's reward for one response, or its failure.
 
-    `outcome` is the rollout's; without a finite reward `error` is a line for people and `kind` the
-    error's class, or "invalid reward".
+    `outcome` is the rollout's. Without a finite reward, `error` is a line for people and `kind` is
+    the error's class or "invalid reward".
     """
 
     outcome: Outcome
@@ -265,7 +269,7 @@ class JudgeResult:
         return JudgeResult(of_judge(error), error=described, kind=described.partition(":")[0])
 
     def on(self, trace: Trace) -> Trace:
-        """The trace with this judgement in place of an earlier one, or of none."""
+        """The trace with this judgement in place of an earlier one, if any."""
         finite = {name: value for name, value in self.metrics.items() if math.isfinite(value)}
         return replace(
             trace,
@@ -284,7 +288,7 @@ async def judgements(
     retries: int,
     on_failure: Callable[[BaseException, JudgeResult], None] = lambda error, judgement: None,
 ) -> list[JudgeResult]:
-    """Judgements of `count` responses; a judge that fails is asked again `retries` times."""
+    """Judgements of `count` responses; a judge that fails is called again up to `retries` times."""
     for tries_left in range(retries, -1, -1):
         try:
             return [JudgeResult.of(output) for output in await ask()]
@@ -312,7 +316,7 @@ class Elsewhere(Exception):
 
 
 def of_workflow(error: BaseException, session: Access) -> tuple[Outcome, str]:
-    """What a workflow's error makes of its rollout, and what it says."""
+    """Outcome and message of a rollout whose workflow raised an error."""
     if isinstance(error, Elsewhere):
         own = error.outcome is Outcome.WORKFLOW_ERROR and session.errors
         return error.outcome, describe(session.errors[-1] if own else error, None)
@@ -324,7 +328,8 @@ def of_workflow(error: BaseException, session: Access) -> tuple[Outcome, str]:
 
 
 def of_judge(error: BaseException) -> Outcome:
-    """A reward function that failed is the judge's failure, whoever called it."""
+    """Outcome of an error in the judge; a failed reward function is the judge's, whoever called
+    it."""
     if isinstance(error, Elsewhere):
         return error.outcome
     return Outcome.JUDGE_TIMEOUT if isinstance(error, RewardTimeout) else Outcome.JUDGE_ERROR
@@ -335,7 +340,7 @@ def being_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-# What an error of Python's own means here.
+# Explanations of common Python errors.
 _HINTS = {
     "'coroutine' object": " (is an `await` missing?)",
     "cannot be called from a running event loop": " (`await` the coroutine in place of that)",
@@ -343,12 +348,13 @@ _HINTS = {
 
 
 def place_of_error(error: BaseException) -> str | None:
-    """Where in the user's own code an error came up; None where it did not."""
+    """Location in the user's code at which an error was raised; None if it was not raised there."""
     return error.place if isinstance(error, Elsewhere) else raised_in(error)
 
 
 def describe(error: BaseException, session: Access | None) -> str:
-    """One line for people. An error of the engine says more than what the client made of it."""
+    """One line for people. An engine error says more than the client's error that results from
+    it."""
     cause = session.errors[-1] if session is not None and session.errors else error
     if isinstance(cause, Elsewhere):
         return cause.described
@@ -367,20 +373,23 @@ class RolloutSettings:
     """Limits of one rollout.
 
     Attributes:
-        timeout: Seconds that one attempt (workflow and judge together) may take.
-        max_retries: Further attempts after a workflow error, a timeout or the death of the process
-            that it ran in; a judge that fails is asked again as often, with the same response.
-        seed: Seed of the run; each rollout derives its own from it.
-        limits: What the calls of one attempt may come to.
-        tool_seconds: Seconds that one attempt may spend while no call is in flight; None: any.
+        timeout: Maximum seconds of one attempt (workflow and judge together).
+        max_retries: Additional attempts after a workflow error, a timeout or the death of its
+            process; a
+            judge that fails is called again as many times, with the same response.
+        seed: Seed of the run, from which each rollout's is derived.
+        limits: Limits of the calls of one attempt.
+        tool_seconds: Maximum seconds of one attempt without a call in flight; None: unlimited.
         seeds_functions: Set the global random states of Python, NumPy and torch at the start of
-            each attempt; only one may then run at a time.
-        needs_reward: Whether a rollout without a reward is a mistake in the program.
-        feedback_attempts: How often the workflow runs again in the same rollout, with what the
-            judge said of the attempt before, while the reward is below `pass_reward`.
+            each
+            attempt; rollouts must then run one at a time.
+        needs_reward: Whether a rollout without a reward is a bug in the program.
+        feedback_attempts: Maximum number of times that the workflow runs again in the same rollout,
+            with
+            the judge's feedback on the previous attempt, while the reward is below `pass_reward`.
         pass_reward: See `feedback_attempts`.
-        needs_calls: Whether a rollout without calls has failed: not where nothing is trained, and
-            the workflow brings a model of its own.
+        needs_calls: Whether a rollout without calls has failed; false if nothing is trained and the
+            workflow has its own model.
     """
 
     timeout: float
@@ -397,20 +406,23 @@ class RolloutSettings:
 
 @dataclass(eq=False)
 class RolloutRunner:
-    """Runs the user's functions and turns what happens into traces.
+    """Runs the user's functions and converts the results to traces.
 
     Args:
-        gateway: Where sessions are opened.
+        gateway: Opens the sessions.
         workflow, judge: The user's functions; without a judge the workflow gives the reward.
-        make_model: The chat model that a session's agent gets.
-        auxiliary_models: Opens, for one attempt and its seed, the frozen models by the user's
-            names; both functions get them.
+        make_model: Makes the chat model of a session's agent.
+        auxiliary_models: Opens the frozen models, by name, for one attempt and its seed; both
+            functions
+            get them.
         settings: Limits.
-        told: What was warned of, once. As `watchdog` it is another runner's too that is made of
-            this one by `dataclasses.replace`.
-        watchdog: Looks after the functions.
-        workers: Processes that the functions run in; None: this one. Then `make_model`, `workflow`
-            and `judge` are called there.
+        told: Warnings that were logged, each once. Shared, like `watchdog`, with runners made from
+            this
+            one by `dataclasses.replace`.
+        watchdog: Monitors the functions.
+        workers: Processes that run the functions, with `make_model`, `workflow` and `judge`; None:
+            this
+            process.
     """
 
     gateway: Gateway
@@ -429,7 +441,7 @@ class RolloutRunner:
 
     @property
     def judges_groups(self) -> bool:
-        """Whether the judge takes a group together: `run` then leaves rollouts unjudged."""
+        """Whether the judge rates a whole group; `run` then leaves rollouts unjudged."""
         return self.judge is not None and judges_groups(self.judge)
 
     async def run(
@@ -446,14 +458,14 @@ class RolloutRunner:
         """All attempts at one rollout; the last is final and is the one that counts.
 
         Args:
-            defaults: Sampling of calls that do not say.
-            ending: Ends it from outside.
-            queued: Seconds that it waited until there was room for it.
-            keep: Gets the response of the last attempt, as the workflow returned it.
-            again: The rollout that it begins inside of, if it does.
+            defaults: Sampling settings of calls that do not set them.
+            ending: Ends the rollout from outside.
+            queued: Seconds that the rollout waited for a free slot.
+            keep: Receives the response of the last attempt, as returned by the workflow.
+            again: The rollout inside which it begins, if any.
 
         Raises:
-            FunctionError: A function returned something of the wrong type, which no retry fixes.
+            FunctionError: A function returned a value of the wrong type, which no retry fixes.
         """
         traces: list[Trace] = []
         while True:
@@ -508,7 +520,7 @@ class RolloutRunner:
             pass
         finally:
             calls = session.seal()
-        if deadline.expired():  # also when the workflow swallowed its cancellation
+        if deadline.expired():  # also if the workflow swallowed its cancellation
             state.outcome = Outcome.TIMEOUT
             state.error = f"no result within {self.settings.timeout:g} s (explorer.max_timeout)"
             if ending.reason is not None:
@@ -531,7 +543,7 @@ class RolloutRunner:
     def _calling(
         self, session: Session, auxiliary: dict[str, Any], id: RolloutId, seed: int | None = None
     ) -> AbstractAsyncContextManager[Caller]:
-        """Who calls the functions, with the models of an attempt or of a group."""
+        """A caller of the functions, with the models of an attempt or of a group."""
         if self.workers is not None and self.workers.count:
             seed = seed if self.settings.seeds_functions else None
             return self.workers.calling(session, auxiliary, id, seed=seed)
@@ -547,7 +559,7 @@ class RolloutRunner:
         state: Attempt,
         limited: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """The workflow and the judge; and again where the judge says how to do better."""
+        """Run the workflow and the judge, repeatedly if the judge gives feedback."""
         for attempt in range(self.settings.feedback_attempts + 1):
             started = time.perf_counter()
             try:
@@ -570,7 +582,7 @@ class RolloutRunner:
                 return
 
     def _tries_again(self, state: Attempt, attempt: int) -> bool:
-        """Whether the judge said how to do better, and there may be a further attempt."""
+        """Whether the judge gave feedback and another attempt is allowed."""
         if not self.settings.feedback_attempts or state.reward is None:
             return False
         state.metrics.setdefault("first_reward", state.reward)
@@ -580,7 +592,7 @@ class RolloutRunner:
     async def _run_workflow(
         self, task: dict[str, Any], session: Session, caller: Caller, state: Attempt
     ) -> bool:
-        """Whether it returned; if not, `state` says why."""
+        """Whether the workflow returned; if not, `state` has the reason."""
         try:
             output = await caller.workflow(task, state.feedback)
         except asyncio.CancelledError:
@@ -602,7 +614,7 @@ class RolloutRunner:
         return False
 
     def noted(self, metrics: Mapping[str, float] | None) -> dict[str, float]:
-        """The user's metrics but those that no mean can be taken of, which the log names."""
+        """The user's metrics without those that cannot be averaged, which are logged."""
         found = {}
         for name, value in (metrics or {}).items():
             if math.isfinite(value):
@@ -610,12 +622,12 @@ class RolloutRunner:
             elif name not in self.told:
                 self.told.add(name)
                 logger.warning(
-                    "metric %r is %s: it is left out wherever it is not finite", name, value
+                    "metric %r is %s: values that are not finite are skipped", name, value
                 )
         return found
 
     def _say_where(self, error: BaseException, described: str) -> None:
-        """Warn of an error in the user's own code, once for each line."""
+        """Warn of an error in the user's code, once per line."""
         where = place_of_error(error)
         if where is not None and where not in self.told:
             self.told.add(where)
@@ -634,7 +646,7 @@ class RolloutRunner:
     async def judge_group(
         self, task: dict[str, Any], id: RolloutId, responses: Sequence[Any]
     ) -> list[JudgeResult]:
-        """Verdicts on the responses of a group, in their order; `id` is its first rollout's."""
+        """Judgements of a group's responses, in order; `id` is its first rollout's."""
         seed = derive_seed(self.settings.seed, id, "judge")
         session = self.gateway.open_session(f"{id}-judge", seed=seed, recorded=False)
         try:
@@ -663,12 +675,12 @@ class RolloutRunner:
         return [replace(one, metrics=self.noted(one.metrics)) for one in found]
 
 
-# A group whose rollouts are judged together, once the last of them has ended.
+# A group whose rollouts are judged together after the last one has ended.
 
 
 @dataclass(eq=False)
 class Panel:
-    """Waits for the rollouts of a group, then has the completed ones judged together."""
+    """Waits for the rollouts of a group, then judges the completed ones together."""
 
     runner: RolloutRunner
     task: dict[str, Any]
@@ -693,7 +705,7 @@ class Panel:
         return attempts if judged is None else [*attempts[:-1], judged]
 
     async def _verdicts(self) -> dict[RolloutId, Trace]:
-        """The last attempts of the rollouts that are judged."""
+        """The last attempts of the judged rollouts."""
         last = {id: self._ended[id][0][-1] for id in sorted(self.ids)}
         completed = [id for id, trace in last.items() if trace.outcome is Outcome.COMPLETED]
         if not completed:
@@ -711,8 +723,8 @@ class Panel:
 def panels_of(
     runner: RolloutRunner, wanted: Mapping[RolloutId, dict[str, Any]]
 ) -> dict[tuple[int, int], Panel]:
-    """The groups among rollouts that are judged together, by step and task; none where each is
-    judged alone."""
+    """Groups of rollouts that are judged together, by step and task; none if each is judged
+    alone."""
     if not runner.judges_groups:
         return {}
     groups = defaultdict[tuple[int, int], list[RolloutId]](list)

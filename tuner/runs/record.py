@@ -1,4 +1,4 @@
-"""What every loop keeps of a run: its directory, metrics, checkpoints, monitors and result."""
+"""State on disk of every run: directory, metrics, checkpoints, monitors and result."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ Task = dict[str, Any]
 
 
 class RunRecord:
-    """The state of one run between its steps, on disk and for people.
+    """The state of a run between its steps, on disk and for people.
 
     Attributes:
-        total_steps: Length of the run.
-        start: The step that the run goes on after, 0 at its beginning.
-        recent: The metrics of the latest steps, as many as are looked at; `metrics.jsonl` has all.
-        signal: What the steps until here had to learn from.
-        ended_early: Set where the run is complete before `total_steps`.
-        console: Where people look.
-        timeline: What happened when.
+        total_steps: Number of steps of the run.
+        start: Step after which the run resumes; 0 at its beginning.
+        recent: Metrics of the latest steps that are still needed; `metrics.jsonl` has all.
+        signal: How much the steps so far had to learn from.
+        ended_early: Set if the run is complete before `total_steps`.
+        console: Output for people.
+        timeline: Times of events.
     """
 
     def __init__(self, config: RunConfig, directory: RunDirectory, total_steps: int) -> None:
@@ -58,9 +58,9 @@ class RunRecord:
         self.total_steps = total_steps
         self.console = ConsoleMonitor(total_steps)
         last = directory.sound_checkpoint(self.console.say)
-        directory.prune(config.trainer.max_checkpoints_to_keep)  # it may have ended in the middle
+        directory.prune(config.trainer.max_checkpoints_to_keep)  # it may have stopped in the middle
         self.start = last or 0
-        # Without a checkpoint even step 0, the evaluation before training, is done again.
+        # Without a checkpoint even step 0, the evaluation before training, is repeated.
         self._before = read_metrics(directory.metrics, up_to=-1 if last is None else last)
         self.recent: deque[Mapping[str, float]] = deque(self._before, maxlen=STEPS)
         self.signal = _signal_of(self._before, directory)
@@ -73,12 +73,12 @@ class RunRecord:
 
     @property
     def weights(self) -> Path | None:
-        """The checkpoint to go on from."""
+        """The checkpoint to resume from."""
         return self.directory.checkpoint(self.start) if self.start else None
 
     @property
     def version(self) -> int:
-        """How many updates these weights have seen."""
+        """Number of updates of these weights."""
         return 0 if self.weights is None else version_of(self.weights)
 
     @property
@@ -86,18 +86,18 @@ class RunRecord:
         return self.total_steps if self.ended_early is None else self.ended_early.step
 
     def remaining(self) -> range:
-        """The steps that are left."""
+        """The remaining steps."""
         return range(self.start + 1, self.last_step + 1)
 
     def open(self, decisions: Sequence[str]) -> None:
-        """Say how the run goes on, and begin to log; what was logged after the last checkpoint
-        goes.
+        """Announce how the run resumes and start logging; entries after the last checkpoint are
+        deleted.
 
         Args:
-            decisions: What was decided about its parts, a sentence each.
+            decisions: Decisions about its parts, one sentence each.
         """
         if self.weights is not None:
-            self.console.say(f"going on after step {self.start} in {self.directory.path}")
+            self.console.say(f"resuming after step {self.start} in {self.directory.path}")
         for sentence in decisions:
             self.console.say(sentence)
         config = self.config
@@ -113,7 +113,7 @@ class RunRecord:
         )
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Keep the metrics of a step, and show them."""
+        """Record and show the metrics of a step."""
         self.recent.append({"step": step, **metrics})
         self.signal = self.signal.after(metrics)
         assert self._file is not None, "begin() opens it"
@@ -127,9 +127,9 @@ class RunRecord:
             self.console.say(f"step {step}: {found[1]}")
 
     def show(self, step: int, name: str, traces: Sequence[Trace]) -> None:
-        """Send the trackers a table of some traces of a step, or of an evaluation of this name.
+        """Send the trackers a table of some traces of a step, or of the evaluation with this name.
 
-        Of the first step's some are shown here, too.
+        Some of the first step's are shown here, too.
         """
         if step == 1 and name == "train":
             self.console.samples(traces)
@@ -141,8 +141,8 @@ class RunRecord:
 
         Args:
             step: The step.
-            trainer: Whose state goes there.
-            save_weights: Writes what is trained into a folder.
+            trainer: The trainer whose state is saved.
+            save_weights: Writes the trained weights to a folder.
         """
 
         def write(folder: Path) -> None:
@@ -155,7 +155,7 @@ class RunRecord:
         )
 
     def end_early(self, step: int, reason: str) -> None:
-        """This step is the run's last one: say so, and why."""
+        """End the run after this step and log the reason."""
         self.ended_early = EarlyEnd(
             step=step,
             planned_steps=self.total_steps,
@@ -165,9 +165,9 @@ class RunRecord:
         self.console.say(str(self.ended_early))
 
     def how_to_resume(self, step: int) -> str:
-        """Where the weights of a run are that stops after this step, and how it resumes."""
+        """Location of the weights of a run that stops after this step, and how to resume it."""
         return (
-            f". What it had learned is in {self.directory.checkpoint(step)}: fix the cause and "
+            f". The weights are in {self.directory.checkpoint(step)}: fix the cause and "
             f"start the run again in the same way, and it resumes after step {step}"
         )
 
@@ -175,8 +175,8 @@ class RunRecord:
         """Write `result.json`.
 
         Args:
-            updates: Updates of the weights.
-            rows: Of recorded data, how many rows are used and left out; empty for rollouts.
+            updates: Number of weight updates.
+            rows: Numbers of used and skipped rows of recorded data; empty for rollouts.
         """
         last = self.last_step
         result = summarize(
@@ -194,7 +194,7 @@ class RunRecord:
         return result
 
     def close(self) -> None:
-        with ExitStack() as stack:  # each is closed, whatever becomes of the others
+        with ExitStack() as stack:  # each is closed, even if another fails
             stack.callback(self.console.close)
             for tracker in self._trackers:
                 stack.callback(tracker.end, self._completed)
@@ -208,22 +208,19 @@ _VERSIONS = JsonReader[dict[str, int]](closed("Version", {"version": Count}), "a
 
 
 def version_of(checkpoint: Path) -> int:
-    """How many updates the weights of a checkpoint have seen.
-
-    Raises:
-        TunerError: It does not say.
-    """
+    """Number of updates of a checkpoint's weights; raises TunerError if it is missing."""
     path = checkpoint / "version.json"
-    remedy = f"move {checkpoint} away, and the run goes on from the checkpoint before"
+    remedy = f"move {checkpoint} away, and the run resumes from the previous checkpoint"
     return _VERSIONS.document(path, remedy)["version"]
 
 
 @contextmanager
 def open_directory(config: RunConfig, data: Mapping[str, Sequence[Task]]) -> Iterator[RunDirectory]:
-    """The run's directory, which no other run gets while the block runs.
+    """The run's directory, locked for this run inside the block.
 
     Raises:
-        ConfigError: The run directory holds a run with other settings or data, or one that runs.
+        ConfigError: The directory belongs to a run with other settings or data, or one that is
+            running.
     """
     path = config.run_dir if config.continue_from_checkpoint else free_name(config.run_dir)
     directory = RunDirectory(path)
@@ -244,7 +241,7 @@ def open_directory(config: RunConfig, data: Mapping[str, Sequence[Task]]) -> Ite
 
 
 def fingerprints(config: RunConfig, data: Mapping[str, Sequence[Task]]) -> dict[str, str]:
-    """What tells the rows of a run's datasets, and the weights that it begins with, from others."""
+    """Identify the rows of a run's datasets and its initial weights."""
     found = {name: fingerprint_of(tasks) for name, tasks in data.items()}
     adapter = config.model.lora.path if config.model.lora else None
     paths = (config.model.model_path, config.model.critic_model_path, adapter)
@@ -257,10 +254,10 @@ def fingerprints(config: RunConfig, data: Mapping[str, Sequence[Task]]) -> dict[
 def finished_result(
     directory: RunDirectory, config: RunConfig, total_steps: int
 ) -> TuneResult | None:
-    """The result of a run that is complete, else None.
+    """The result of a complete run, otherwise None.
 
-    One that ended early is complete while neither its length nor a higher `tuner.signal_patience`
-    asks for more. In `mode: explore`, which leaves no checkpoint, metrics say how far a run is.
+    A run that ended early is complete unless its length or `tuner.signal_patience` was raised. In
+    `mode: explore`, which has no checkpoints, the metrics give the progress.
     """
     trains = config.mode != "explore"
     early, last = _early_end(directory), total_steps
@@ -276,13 +273,13 @@ def finished_result(
 
 
 def _early_end(directory: RunDirectory) -> EarlyEnd | None:
-    """How the run ended early when it was complete last."""
+    """The early end of the run, from its last completion."""
     return _stored_result(directory).ended_early if directory.result.exists() else None
 
 
 def _signal_of(rows: Sequence[Mapping[str, float]], directory: RunDirectory) -> SignalHistory:
-    """What the steps of a run that resumes had to learn from. Where it ended early and is to
-    continue, the steps for which it ended do not end it again."""
+    """Learning signal of the earlier steps of a resumed run. If the run ended early and is to
+    continue, the steps that ended it do not end it again."""
     signal, early = SignalHistory(), _early_end(directory)
     for row in rows:
         signal = signal.after(row)
@@ -292,11 +289,8 @@ def _signal_of(rows: Sequence[Mapping[str, float]], directory: RunDirectory) -> 
 
 
 def read_result(directory: RunDirectory, total_steps: int) -> TuneResult:
-    """`result.json`, with the metrics of the steps, which are in a file of their own.
-
-    Raises:
-        TunerError: One of them is damaged.
-    """
+    """Read `result.json`, with the metrics of the steps from their file; raises TunerError if
+    one of them is damaged."""
     result = _stored_result(directory)
     result.history = read_metrics(directory.metrics, up_to=total_steps)
     return result
@@ -305,12 +299,12 @@ def read_result(directory: RunDirectory, total_steps: int) -> TuneResult:
 def _stored_result(directory: RunDirectory) -> TuneResult:
     return _RESULTS.document(
         directory.result,
-        "delete it and start again: it is written anew from metrics.jsonl, and nothing is trained",
+        "delete it and start again: it is rewritten from metrics.jsonl, and nothing is trained",
     )
 
 
 def fingerprint_of(tasks: Sequence[Task]) -> str:
-    """What tells the rows of a dataset from others."""
+    """Identify the rows of a dataset."""
     digest = hashlib.blake2b(digest_size=16)
     for task in tasks.sample() if isinstance(tasks, LazyRows) else tasks:
         digest.update(row_text(task).encode() + b"\n")
@@ -322,8 +316,8 @@ _MIB = 1 << 20
 
 
 def fingerprint_of_weights(place: Path) -> str | None:
-    """What tells a model's weights from others: of each file of a folder, or of a GGUF file, name,
-    size, and the first and last MiB, which training changes as it does the rest. None: no files."""
+    """Identify a model's weights: for each file of a folder, or for a GGUF file, name, size,
+    and the first and last MiB, which training changes like the rest. None: no files."""
     inside = (path for kind in _WEIGHTS for path in place.glob(kind))
     files = [place] if place.is_file() else sorted(inside)
     if not files:
@@ -350,8 +344,8 @@ def summarize(
 
     Args:
         history: A row for each step, as in `metrics.jsonl`.
-        directory: Where the run is.
-        steps: Updates of the weights.
+        directory: The run's directory.
+        steps: Number of weight updates.
         checkpoint: The last weights.
     """
 

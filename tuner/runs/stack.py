@@ -1,4 +1,4 @@
-"""From the configuration to the parts of a run: model, engine, gateway, trainer, runner."""
+"""Builds the parts of a run from its configuration: model, engine, gateway, trainer, runner."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ from tuner.training.batch import Overlong, Selection, TeacherPrompt, own_prompt
 from tuner.training.references import Reference
 from tuner.training.trainer import PolicyTrainer
 
-# What the configuration asks of rollouts and of the trainer, as their own settings.
+# Settings of rollouts and of the trainer, from the configuration.
 
 
 def rollout_settings(config: RunConfig) -> RolloutSettings:
-    """Limits of a rollout, and whether it must end with a reward."""
+    """Limits of a rollout, and whether it must have a reward."""
     row = config.algorithm.row
     return RolloutSettings(
         timeout=config.explorer.max_timeout,
@@ -69,14 +69,14 @@ def rollout_settings(config: RunConfig) -> RolloutSettings:
         or (config.tuner.branching is not None and config.tuner.branching.seed_functions),
         feedback_attempts=config.tuner.feedback_attempts,
         pass_reward=config.tuner.pass_reward,
-        # Without training rollouts, those of an evaluation are there for their rewards.
+        # Without training rollouts, those of an evaluation need rewards.
         needs_reward=row.recorded is not None or config.algorithm.advantage.needs_reward,
     )
 
 
 def for_trainer(config: RunConfig, total_steps: int, micro_batch_tokens: int) -> RunConfig:
-    """The configuration with what the run has found out; without a reference and a critic where
-    nothing is trained."""
+    """The configuration completed with values determined by the run; without a reference and a
+    critic if nothing is trained."""
     algorithm = config.algorithm
     if config.mode == "explore":
         parts = {"advantage_fn": "reinforce", "policy_loss_fn": "importance_sampling"}
@@ -89,7 +89,7 @@ def for_trainer(config: RunConfig, total_steps: int, micro_batch_tokens: int) ->
 
 
 def selection(config: RunConfig) -> Selection:
-    """Which groups are trained on, and what their rewards become."""
+    """Which groups are trained, and how their rewards are changed."""
     algorithm, extras = config.algorithm, config.tuner.algorithm
     varied = algorithm.row.dynamic_sampling
     advantage = algorithm.advantage
@@ -111,7 +111,7 @@ def selection(config: RunConfig) -> Selection:
 
 
 def adds_up(config: RunConfig) -> bool:
-    """Whether calls are trained by what they lead to, so that rewards are gained where they end."""
+    """Whether calls are credited with later rewards, so rewards count where they occur."""
     discounts = config.tuner.algorithm.turn_discount is not None
     return discounts or config.algorithm.advantage_fn == "ppo"
 
@@ -121,19 +121,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Stack:
-    """The parts of a run on one machine. `model` is the trainer's, and so is the adapter inside
-    it, where there is one. The engine over transformers generates with the same, unless generation
-    goes on while training does; every other with a copy.
+    """The parts of a run on one machine. The trainer owns `model`, including its adapter if
+    there is one. The engine over transformers generates with the same model, unless
+    generation continues during training; every other engine uses a copy.
 
     Attributes:
-        choice: What generates, and why where that was left open.
-        needs: What the run is expected to need.
-        served: What the engine over transformers has in place of `model` then, else None.
-        arrangement: Of an engine with a copy; None for the one over transformers.
-        runner: None where there is no workflow, so that nothing can be rolled out.
-        workers: Processes that the workflow and the judge run in, where they do.
+        choice: The engine, and the reason if it was chosen automatically.
+        needs: Expected requirements of the run.
+        served: The copy of `model` that the engine over transformers then uses, otherwise None.
+        arrangement: Placement of an engine with a copy; None for the one over transformers.
+        runner: None if there is no workflow, so there are no rollouts.
+        workers: Processes that run the workflow and the judge, if any.
         teacher: The auxiliary model that `on_policy_distill` learns from.
-        teacher_prompt: What a teacher reads before a call.
+        teacher_prompt: Prompt that a teacher reads before a call.
     """
 
     model: PreTrainedModel
@@ -153,18 +153,18 @@ class Stack:
 
     @property
     def shares_weights(self) -> bool:
-        """Whether the engine generates with the very weights that are trained."""
+        """Whether the engine generates with the trained weights themselves."""
         return self.served is None and self.engine.capabilities.shares_weights
 
     @property
     def takes_turns(self) -> bool:
-        """Whether nothing is generated while the weights are trained."""
+        """Whether generation stops while the weights are trained."""
         sleeps = self.arrangement is not None and self.arrangement.placement.sleeps
         return self.shares_weights or sleeps
 
     @property
     def decisions(self) -> list[str]:
-        """What was decided about the parts, a sentence each."""
+        """Decisions about the parts, one sentence each."""
         parts: list[Any] = [] if self.adapter is None else [self.adapter]
         if self.choice.why:
             parts.append(self.choice)
@@ -176,31 +176,33 @@ class Stack:
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """While the block runs the weights may change; see `TrainingEngine.training`."""
-        if self.served is not None:  # which changes in `publish` alone
+        """Allow weight changes inside the block; see `TrainingEngine.training`."""
+        if self.served is not None:  # which changes only in `publish`
             yield
             return
         async with self.engine.training():  # the reference may be the model without its adapter
             yield
 
     async def reach_servers(self) -> None:
-        """Give servers elsewhere the weights, before a rollout fails of what is wrong there.
+        """Send the weights to remote servers early, so that problems appear before the first
+        rollout.
 
         Raises:
-            EngineError: One cannot be reached or have them; names the key, or what it does not see.
+            EngineError: A server cannot be reached or cannot load them; names the setting
+                or the cause.
         """
         if isinstance(self.engine, ServedEngine):
             await self.engine.start()
 
     async def publish(self, trainer: PolicyTrainer) -> None:
-        """Let the engine go on with the trainer's weights, between two tokens of what it does."""
+        """Update the engine to the trainer's weights, between two tokens of running requests."""
         async with self.engine.pause():
             if self.served is not None:
                 self.served.update()
             await trainer.update_weights(self.engine)
 
     def save_weights(self, folder: Path) -> None:
-        """What is trained, model or adapter, in Hugging Face's form, and the tokenizer."""
+        """Save the trained model or adapter in Hugging Face's format, and the tokenizer."""
         save_policy(self.model, self.adapter, self.tokenizer, folder)
 
     async def aclose(self) -> None:
@@ -222,23 +224,22 @@ def build_stack(
     version: int = 0,
     apart: bool = False,
 ) -> Stack:
-    """Load the models and put the parts together.
+    """Load the models and build the parts.
 
     Args:
         config: The effective configuration.
-        workflow, judge: The user's functions; no workflow where nothing is rolled out.
-        weights: Checkpoint to go on from, of the model or of its adapter.
-        version: How many updates those weights have seen.
+        workflow, judge: The user's functions; no workflow if there are no rollouts.
+        weights: Checkpoint of the model or adapter to resume from.
+        version: Number of updates of those weights.
         apart: Whether the functions may run in other processes (`tuner.workers`).
 
     Raises:
-        FunctionError: They are to, and cannot be sent there.
+        FunctionError: A function cannot be sent to another process.
         ModelLoadError: A model or adapter cannot be loaded.
-        ConfigError: `max_model_len` is more than the model has positions, the teacher has another
-            vocabulary, the chat template has no place for the prompt of a teacher, `lora_configs`
-            asks for layers that the model does not have, or vLLM does not fit beside the trainer.
-        MissingDependencyError: `lora_configs` is set, and peft is not installed; or vLLM is asked
-            for, and it is not.
+        ConfigError: `max_model_len` exceeds the model's positions, the teacher has another
+            vocabulary, the chat template has no place for a teacher's prompt, `lora_configs` names
+            layers that the model does not have, or vLLM does not fit next to the trainer.
+        MissingDependencyError: peft (for `lora_configs`) or vLLM is not installed.
     """
     kind = default_kind()
     workers = pool_of(config, workflow, judge, kind) if apart else None
@@ -246,7 +247,7 @@ def build_stack(
     path, lora, adapter = config.model.model_path, config.model.lora, None
     dtype = choose_dtype(config.tuner.dtype, device)
     if lora is None:
-        setting = "model.model_path" if weights is None else "the checkpoint to go on from"
+        setting = "model.model_path" if weights is None else "the checkpoint to resume from"
         model = load_model(str(weights or path), device=device, dtype=dtype, setting=setting)
     else:
         require_peft()
@@ -339,7 +340,8 @@ def build_stack(
 
 
 def build_trainer(config: RunConfig, stack: Stack, *, total_steps: int) -> PolicyTrainer:
-    """The trainer over the stack's model; its reference is always the model the run began with."""
+    """Create the trainer for the stack's model; its reference is always the initial model of
+    the run."""
     budget = micro_batch_tokens(config, stack.engine.capabilities.max_model_len)
     config = for_trainer(config, total_steps, budget)
     reference: Reference | None = None
@@ -361,7 +363,7 @@ def build_trainer(config: RunConfig, stack: Stack, *, total_steps: int) -> Polic
 
 
 def _critic(config: RunConfig, stack: Stack) -> PreTrainedModel:
-    """The model whose layers the critic starts from; it must read the policy's token ids."""
+    """The initial model of the critic; it must read the policy's token ids."""
     device, dtype = stack.model.device, stack.model.dtype
     path, setting = config.model.critic_model_path, "model.critic_model_path"
     if not path:
@@ -372,7 +374,7 @@ def _critic(config: RunConfig, stack: Stack) -> PreTrainedModel:
 
 
 def chat_renderer(config: RunConfig, tokenizer: Any) -> ChatRenderer:
-    """The chat form of the model that is trained."""
+    """The chat renderer of the trained model."""
     rollout_model = config.explorer.rollout_model
     template = config.model.custom_chat_template
     if config.model.chat_template_path is not None:
@@ -393,10 +395,10 @@ def add_auxiliary_models(
     dtype: torch.dtype,
     workers: Pool | None = None,
 ) -> dict[str, tuple[PreTrainedModel, Any]]:
-    """Load and serve them, on the policy's device and in its type.
+    """Load and serve them, on the policy's device and with its data type.
 
     Returns:
-        Model and tokenizer of each that is served here, by name.
+        Model and tokenizer of each one served here, by name.
     """
     loaded: dict[str, tuple[PreTrainedModel, Any]] = {}
     for index, settings in enumerate(config.explorer.auxiliary_models):
@@ -443,22 +445,22 @@ def add_auxiliary_models(
 
 
 def context_length(wanted: int | None, settings: Any, setting: str) -> int:
-    """Tokens of prompt and answer together.
+    """Maximum tokens of prompt and answer together.
 
     Args:
-        wanted: What was set, or None for all that the model was made for.
+        wanted: The value that was set, or None for the model's maximum.
         settings: The model's `config.json`.
-        setting: Which setting said it, for the message.
+        setting: Name of the setting, for the message.
 
     Raises:
-        ConfigError: It is more than the model has positions or can be computed at in batches
-            (`length_limit`), whichever engine generates; or the model does not say.
+        ConfigError: It exceeds the model's positions or the length that can be computed in batches
+            (`length_limit`), with any engine; or the model does not specify its maximum.
     """
     positions = int(getattr(settings, "max_position_embeddings", 0) or 0)
     limit = length_limit(settings)
     if wanted is None:
         if not positions:
-            raise ConfigError(f"{setting} must be set: the model does not say how long it can be")
+            raise ConfigError(f"{setting} must be set: the model does not specify its maximum")
         if limit is None or positions <= limit[0]:
             return positions
         _log.warning("%s is not set and becomes %d: %s", setting, *limit)

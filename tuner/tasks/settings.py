@@ -1,4 +1,5 @@
-"""The Python objects of `tune()`, and all that was given to it, as keys of the file."""
+"""The Python settings objects of `tune()`, and the conversion of its arguments to configuration
+keys."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ _ALGORITHM_KEYS = {
     "save_interval_steps": "trainer.save_interval",
     "eval_interval_steps": "explorer.eval_interval",
 }
-# What AgentScope's tune() starts from when it gets no file; the rest is in the schema.
+# Defaults of AgentScope's tune() without a file, if they differ from the schema's.
 WITHOUT_FILE = {
     "explorer.runner_per_model": 16,
     "explorer.max_timeout": 3600,
@@ -48,17 +49,18 @@ WITHOUT_FILE = {
 
 
 class TunerModelConfig(PublicSettings):
-    """A model: the policy, or an auxiliary model. Only fields that are given override the file."""
+    """A model: the policy or an auxiliary model. Only fields that are set override the file."""
 
     model_path: str = Field(
         min_length=1, description="Folder, Hub name, GGUF file or `package:NAME` of the model."
     )
-    max_model_len: int = Field(ge=2, description="Tokens of prompt and answer together.")
+    max_model_len: int = Field(ge=2, description="Maximum tokens of prompt and answer together.")
     temperature: float = Field(default=1.0, ge=0, description="Sampling temperature.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus mass.")
-    max_tokens: int = Field(default=8192, ge=1, description="Tokens for one answer.")
+    max_tokens: int = Field(default=8192, ge=1, description="Maximum tokens of an answer.")
     enable_thinking: bool | None = Field(
-        default=None, description="Given to the chat template; None leaves it to the template."
+        default=None,
+        description="Passed to the chat template; None leaves the choice to the template.",
     )
     tensor_parallel_size: int = Field(default=1, description="1 on one machine.")
     inference_engine_num: int = Field(default=1, description="1 on one machine.")
@@ -66,15 +68,15 @@ class TunerModelConfig(PublicSettings):
     reasoning_parser: str = Field(default="deepseek_r1", description="Reads `<think>`.")
     tinker_config: Any = Field(
         default=None,
-        description="A TinkerConfig, ours, AgentScope's or Trinity-RFT's, or a mapping like it: "
-        "Tinker's service samples and trains (backend trinity).",
+        description="A TinkerConfig (ours, AgentScope's or Trinity-RFT's) or an equivalent "
+        "mapping: Tinker's service samples and trains (backend trinity).",
     )
 
     def policy_settings(self) -> dict[str, Any]:
-        """What was given, by dotted key, for the model that is trained.
+        """Fields that were set for the trained model, by dotted key.
 
         Raises:
-            ConfigError: `tinker_config` is of another type.
+            ConfigError: `tinker_config` has the wrong type.
         """
         given = {_POLICY_KEYS[name]: getattr(self, name) for name in self._given()}
         if self.tinker_config is not None:
@@ -83,15 +85,15 @@ class TunerModelConfig(PublicSettings):
         return given
 
     def auxiliary_settings(self) -> dict[str, Any]:
-        """What was given, by key of `explorer.auxiliary_models[]`.
+        """Fields that were set, by key of `explorer.auxiliary_models[]`.
 
         Raises:
-            ConfigError: `tinker_config` was given.
+            ConfigError: `tinker_config` was set.
         """
         if self.tinker_config is not None:
             raise ConfigError(
-                "TunerModelConfig.tinker_config is set for an auxiliary model: Tinker samples "
-                "these where it trains the policy; remove it here"
+                "TunerModelConfig.tinker_config is set for an auxiliary model: Tinker also "
+                "samples auxiliary models if it trains the policy; remove it here"
             )
         return {_AUXILIARY_NAMES.get(name, name): getattr(self, name) for name in self._given()}
 
@@ -100,15 +102,15 @@ class TunerModelConfig(PublicSettings):
 
 
 class TinkerConfig(PublicSettings):
-    """`TunerModelConfig.tinker_config`: the adapter that Tinker's service trains, as AgentScope has
-    it."""
+    """`TunerModelConfig.tinker_config`: the adapter trained by Tinker's service, as in
+    AgentScope."""
 
     rank: int = Field(default=16, ge=1, description="Rank of the adapter.")
-    seed: int | None = Field(default=None, description="Of its first weights; None: any.")
-    train_mlp: bool = Field(default=True, description="Whether the MLP layers have one.")
-    train_attn: bool = Field(default=True, description="Whether the attention layers have one.")
-    train_unembed: bool = Field(default=True, description="Whether the unembedding has one.")
-    base_url: str | None = Field(default=None, description="Of the service; None: Tinker's own.")
+    seed: int | None = Field(default=None, description="Seed of initial weights; None: random.")
+    train_mlp: bool = Field(default=True, description="Whether to adapt the MLP layers.")
+    train_attn: bool = Field(default=True, description="Whether to adapt the attention layers.")
+    train_unembed: bool = Field(default=True, description="Whether to adapt the unembedding.")
+    base_url: str | None = Field(default=None, description="URL of the service; None: Tinker's.")
 
 
 def _as_mapping(given: Any) -> dict[str, Any]:
@@ -125,17 +127,17 @@ def _as_mapping(given: Any) -> dict[str, Any]:
 
 
 class AlgorithmConfig(PublicSettings):
-    """How to train. Only fields that are given override the file."""
+    """How to train. Only fields that are set override the file."""
 
     algorithm_type: str = Field(default="multi_step_grpo", description="The algorithm.")
     learning_rate: float = Field(default=1e-6, gt=0, description="Learning rate.")
-    group_size: int = Field(default=8, ge=1, description="Rollouts of one task in one step.")
-    batch_size: int = Field(default=32, ge=1, description="Tasks in one step.")
+    group_size: int = Field(default=8, ge=1, description="Rollouts per task in a step.")
+    batch_size: int = Field(default=32, ge=1, description="Tasks per step.")
     save_interval_steps: int = Field(default=100, ge=0, description="Steps between checkpoints.")
     eval_interval_steps: int = Field(default=100, ge=0, description="Steps between evaluations.")
 
     def settings(self) -> dict[str, Any]:
-        """What was given, by dotted key."""
+        """Fields that were set, by dotted key."""
         return {
             key: getattr(self, name)
             for name, key in _ALGORITHM_KEYS.items()
@@ -144,63 +146,63 @@ class AlgorithmConfig(PublicSettings):
 
 
 class PromptTuneConfig(PublicSettings):
-    """How a prompt is searched for; the first six are AgentScope's. Nothing of it is in a file."""
+    """Settings of a prompt search; the first six are AgentScope's. A file cannot set them."""
 
     lm_model_name: str = Field(
         default="dashscope/qwen-plus",
         min_length=1,
-        description="Who proposes prompts: `provider/model`; the key is in the provider's "
+        description="Model that proposes prompts: `provider/model`; its key is in the provider's "
         "environment variable ([providers](../prompts.md#who-reflects)).",
     )
     optimization_level: Literal["light", "medium", "heavy"] | None = Field(
         default="light",
-        description="How many rollouts the search may take, where no `max_` says it.",
+        description="Number of rollouts of the search, unless limited by a `max_` field.",
     )
     eval_display_progress: bool = Field(default=True, description="Show progress.")
     eval_display_table: int = Field(
-        default=5, ge=0, description="Rows of the evaluation set that are shown in the end."
+        default=5, ge=0, description="Rows of the evaluation set to show at the end."
     )
-    eval_num_threads: int = Field(default=16, ge=1, description="Rollouts at the same time.")
+    eval_num_threads: int = Field(default=16, ge=1, description="Maximum concurrent rollouts.")
     compare_performance: bool = Field(
         default=True,
-        description="Try the first prompt on the evaluation set, too, and say what was gained.",
+        description="Evaluate the initial prompt too, and report the gain.",
     )
     optimizer: Literal["gepa", "mipro"] = Field(
         default="gepa",
-        description="`gepa` reflects on traces and feedback; `mipro` is DSPy's MIPROv2 with "
-        "instructions alone (extra `dspy`).",
+        description="`gepa` reflects on traces and feedback; `mipro` is DSPy's MIPROv2, limited to "
+        "instructions (extra `dspy`).",
     )
     reflection_model: RemoteModel | None = Field(
-        default=None, description="Who proposes prompts, by URL, in place of `lm_model_name`."
+        default=None, description="Model that proposes prompts, by URL, instead of `lm_model_name`."
     )
-    max_rollouts: int | None = Field(default=None, ge=1, description="Rollouts of the search.")
+    max_rollouts: int | None = Field(default=None, ge=1, description="Maximum rollouts.")
     max_tokens: int | None = Field(
-        default=None, ge=1, description="Tokens of the search, read and written, of both models."
+        default=None, ge=1, description="Maximum input and output tokens of both models."
     )
     max_cost: float | None = Field(
         default=None,
         gt=0,
-        description="Money that the search may cost, by the prices of its `RemoteModel`s.",
+        description="Maximum cost of the search, by the prices of its `RemoteModel`s.",
     )
     minibatch_size: int = Field(
         default=3,
         ge=1,
-        description="Rollouts that one reflection reads; a new prompt is tried on "
-        "the same tasks, and on the others if it is better there.",
+        description="Rollouts per reflection; a new prompt is tried on the same tasks, and on the "
+        "others if it is better there.",
     )
     failure_score: float = Field(
         default=0.0,
         allow_inf_nan=False,
-        description="What the search takes a rollout for that has no reward; it is counted apart.",
+        description="Score of a rollout without a reward; these rollouts are counted separately.",
     )
     perfect_score: float | None = Field(
-        default=None, description="Tasks with this reward are not reflected on."
+        default=None, description="Tasks with this reward are not used for reflection."
     )
-    seed: int = Field(default=0, description="Of the search and its rollouts.")
+    seed: int = Field(default=0, description="Seed of the search and its rollouts.")
 
 
 class Given(TypedDict, total=False):
-    """The arguments of `tune()` that have names; it says what each is."""
+    """The keyword arguments of `tune()`, documented there."""
 
     environment: Any
     eval_dataset: Any
@@ -232,10 +234,11 @@ def settings_of(
     train_dataset: Any = None,
     **given: Unpack[Given],
 ) -> dict[str, Any]:
-    """What was given to `tune()`, as nested settings of the file, but for where `train_dataset` is.
+    """The arguments of `tune()` as nested settings of the file, except the location of
+    `train_dataset`.
 
     Raises:
-        ConfigError: Something is of another type, or has a setting that is of no use.
+        ConfigError: An argument has the wrong type or an unsupported setting.
     """
     for name, (kind, wanted) in _WANTED.items():
         value = given.get(name)
@@ -271,11 +274,11 @@ def holds_traces(dataset: Any) -> bool:
 
 
 def _steps(dataset: Any) -> dict[str, Any]:
-    """How long a training dataset says that it is gone through."""
+    """Number of steps or epochs set by a training dataset."""
     fields: frozenset[str] = getattr(dataset, "model_fields_set", frozenset())
     settings: dict[str, Any] = {}
     if "total_epochs" in fields:
-        # Steps from the file would win over these epochs.
+        # Steps from the file would take precedence over these epochs.
         settings = {"buffer.total_epochs": dataset.total_epochs, "buffer.total_steps": None}
     if "total_steps" in fields:
         settings["buffer.total_steps"] = dataset.total_steps
@@ -290,8 +293,7 @@ def _eval_settings(dataset: Any) -> dict[str, Any]:
         for field in ("total_epochs", "total_steps"):
             if field in getattr(one, "model_fields_set", frozenset()):
                 raise ConfigError(
-                    f"eval_dataset: {field} is set, but an evaluation goes through its rows once; "
-                    "remove it"
+                    f"eval_dataset: {field} is set, but an evaluation uses each row once; remove it"
                 )
     return {
         "buffer.explorer_input.eval_tasksets": {name: location(one) for name, one in named.items()}
@@ -299,7 +301,7 @@ def _eval_settings(dataset: Any) -> dict[str, Any]:
 
 
 def location(dataset: Any) -> dict[str, Any]:
-    """Where a dataset is, as settings of a taskset; nowhere for rows in memory."""
+    """Location of a dataset as settings of a taskset; empty for rows in memory."""
     if isinstance(dataset, (str, Path)):
         dataset = DatasetConfig(path=str(dataset))
     if hasattr(dataset, "path") and hasattr(dataset, "split"):
@@ -327,7 +329,7 @@ def _auxiliary_settings(models: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reference(func: Callable[..., Any]) -> str | None:
-    """How a configuration names a function, or None for one that a file cannot name."""
+    """Name of a function for a configuration; None if a file cannot name it."""
     inner = unwrapped(func)
     name = getattr(inner, "__qualname__", "")
     if inner is not func or not name.isidentifier():

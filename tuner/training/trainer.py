@@ -1,19 +1,19 @@
-"""The training step: one batch of traces becomes one update of the weights, or several.
+"""The training step: one or more weight updates from a batch of traces.
 
-The loss, over the trained tokens of a step, with a token's weight m (they depend on
-`loss_agg_mode`; 1/T with the default, `token-mean`) and its advantage A:
+The loss, over the trained tokens of a step, with a token's weight m (depends on `loss_agg_mode`;
+1/T with the default, `token-mean`) and its advantage A:
 
     L = sum_t m_t [ w_t * policy_loss(logp_t, old_t, A_t) + kl_coef * KL(logp_t, ref_t)
                     - entropy_coef * H_t ]
 
-Advantage and policy loss are those of the algorithm (`tuner.config.algorithms`). Three policies may
-have a part: the one that sampled (its log-probs are recorded), the one that the step began with,
-`old`, and the one that is trained. Where the first two are the same, `old` is what was recorded and
-w = 1; else w = min(old / recorded, cap), as where another run sampled. `ref` is the frozen start.
+Advantage and policy loss are those of the algorithm (`tuner.config.algorithms`). Up to three
+policies are involved: the one that sampled (its log-probs are recorded), the one at the start of
+the step, `old`, and the one that is trained. If the first two are equal, `old` is the recorded
+log-prob and w = 1; otherwise, as for samples of another run, w = min(old / recorded, cap). `ref` is
+the frozen initial policy.
 
-PPO's critic has a loss of its own (`tuner.training.trainer`). Recorded log-probs equal the
-trainer's own for the same weights; the difference is reported each step
-(`logprob_mismatch_mean`, `_max`).
+PPO's critic has its own loss (below). For the same weights, recorded log-probs equal the trainer's;
+the difference is reported each step (`logprob_mismatch_mean`, `_max`).
 """
 
 from __future__ import annotations
@@ -62,28 +62,28 @@ from tuner.training.scoring import (
     tokens_of,
 )
 
-# The critic of PPO: a transformer of its own that says what a state is worth.
+# PPO's critic: a separate transformer that estimates the value of a state.
 #
-# Its layers start as the policy's or as another model's, and a linear head on the last hidden state
-# gives one number. The value of the state in which a token was sampled is read where that token's
-# log-prob is read, before it, in the same layout:
+# Its layers start as the policy's or another model's, and a linear head on the last hidden state
+# gives one number. The value of the state in which a token was sampled is read at the same position
+# as the token's log-prob, before the token, in the same layout:
 #
 #     row       1 2 [3 4]      V(1 2)  V(1 2 3)
 #     row       1 2 3 4 5 [6]  V(1 2 3 4 5)
 #
 # The loss, over the T trained tokens of a step, is `1/T sum_t L(V_t, V_old_t, R_t)` with PPO2's
-# clipped loss. The head starts at 0, so at first every state is worth nothing, and no random number
-# is drawn.
+# clipped loss. The head is initialized with 0, so initial values are 0 and no random number is
+# drawn.
 
 
 class Critic:
     """Layers, value head and their optimizer.
 
     Args:
-        model: A transformers causal LM whose layers become the critic's; it is not copied, and its
-            output embedding is left behind.
-        config: The settings of the run; `tuner.critic` has the critic's own.
-        forward: How the layers are computed, where that is known; else it is found out.
+        model: A transformers causal LM whose layers become the critic's, without a copy; its output
+            embedding is not used.
+        config: The run's settings; the critic's are in `tuner.critic`.
+        forward: How to compute the layers, if known; otherwise it is determined.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Critic:
         )
         self._config = config
         parameter = next(causal.parameters())
-        # Returns are learned in steps that lower precision would round away.
+        # Lower precision would round away the small steps in which values are learned.
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         head = nn.Linear(output.weight.shape[1], 1, device=parameter.device, dtype=dtype)
         nn.init.zeros_(head.weight)
@@ -128,20 +128,21 @@ class Critic:
         """One optimizer step on the whole batch.
 
         Args:
-            old: Values that the step began with, N tensors [T_row].
-            returns: What values are trained towards, likewise.
+            old: Values at the start of the step, N tensors [T_row].
+            returns: Targets of the values, N tensors [T_row].
 
         Returns:
-            Metrics: value loss, share of tokens whose gradient the clip cut, explained variance of
-            the old values (left out where all returns are equal), mean old value, mean return, and
-            the norm of the gradient.
+            Metrics: value loss, fraction of tokens with a clipped gradient, explained variance of
+                the old
+            values (omitted if all returns are equal), mean old value, mean return and gradient
+                norm.
 
         Raises:
-            TrainingError: Loss or gradient is not finite; the weights are as they were before.
+            TrainingError: Loss or gradient is not finite; the weights are unchanged.
         """
         losses, clips = self._forward.room.fitting(partial(self._gradients, batch, old, returns))
         norm = self.optimizer.clip_grad_norm(self._config.trainer.grad_clip)
-        # The one place where Python waits for the device before the step.
+        # The only point before the step at which Python waits for the device.
         total, clipped, grad_norm = (
             torch.stack([torch.stack(losses).sum(), torch.stack(clips).sum(), norm])
             .double()
@@ -160,7 +161,7 @@ class Critic:
     def _gradients(
         self, batch: Batch, old: Sequence[Tensor], returns: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Of all micro-batches; loss and clipped tokens of each."""
+        """Gradients of all micro-batches; returns loss and clipped tokens of each."""
         self.optimizer.zero_grad()
         losses, clips = [], []
         device = next(self.model.parameters()).device
@@ -180,11 +181,11 @@ class Critic:
         return losses, clips
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs to go on bit for bit: weights and the optimizer's state."""
+        """State for `load_state_dict` to resume bit for bit: weights and optimizer state."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave. The learning rate follows the current settings."""
+        """Restore the result of `state_dict`. The learning rate follows the current settings."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         for group in self.optimizer.param_groups:
@@ -199,7 +200,7 @@ class Critic:
 
 
 def _fit(old_T: Tensor, returns_T: Tensor) -> dict[str, float]:
-    """How well the old values foretold the returns."""
+    """How well the old values predicted the returns."""
     metrics = {"value_mean": float(old_T.mean()), "return_mean": float(returns_T.mean())}
     variance = float(returns_T.var(correction=0))
     if variance > 0:
@@ -208,23 +209,23 @@ def _fit(old_T: Tensor, returns_T: Tensor) -> dict[str, float]:
     return metrics
 
 
-# How fast an update is, how much memory it takes, and its share of what the GPU could do (MFU).
+# Duration, memory and model FLOPs utilization (MFU) of an update.
 #
-# MFU counts what the update has to compute and nothing that is computed twice (PaLM, arXiv
-# 2204.02311, appendix B). For a token tree that is each distinct token of the batch once, however
-# it is cut into micro-batches, and no recomputed activations:
+# MFU counts only required computation, each once (PaLM, arXiv 2204.02311, appendix B). For a token
+# tree that is each distinct token of the batch once, whatever the micro-batches, without recomputed
+# activations:
 #
 #     FLOPs = nodes x (4 weights + 2 trained weights) + 12 heads head_dim x pairs x layers
 #             + logits x (4 or 6) hidden vocabulary
 #
-# `weights` are those of the layers, pairs are those of a node and an ancestor or itself that it
-# attends to, logits are the distinct positions that are trained.
+# `weights` are those of the layers. A pair is a node with itself or an ancestor that it attends to.
+# `logits` are the distinct trained positions.
 
 
 logger = logging.getLogger("tuner")
 
-# Dense TFLOPS in bfloat16 with float32 sums, and in float32 without TF32, from NVIDIA's data
-# sheets. A name comes before another that it contains.
+# Dense TFLOPS in bfloat16 with float32 accumulation, and in float32 without TF32, from NVIDIA's
+# data sheets. A name comes before any other name that it contains.
 _PEAK = (
     ("B200", 2250, 75),
     ("H100 PCIe", 756, 51),
@@ -243,12 +244,12 @@ _PEAK = (
 
 
 def peak_flops(device: str, dtype: torch.dtype, *, tf32: bool = False) -> float | None:
-    """FLOPs per second that a GPU of this name can do; None where that is not known.
+    """Peak FLOPs per second of a GPU; None if unknown.
 
     Args:
-        device: As `torch.cuda.get_device_name` gives it.
-        dtype: Of the weights.
-        tf32: Whether products in float32 are computed in TF32.
+        device: Result of `torch.cuda.get_device_name`.
+        dtype: Data type of the weights.
+        tf32: Whether float32 products are computed in TF32.
     """
     words = f" {device.replace('-', ' ')} "
     for name, half, single in _PEAK:
@@ -263,13 +264,13 @@ def peak_flops(device: str, dtype: torch.dtype, *, tf32: bool = False) -> float 
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """What forward and backward pass of a model cost, in multiplications and additions.
+    """FLOPs of a model's forward and backward pass.
 
     Attributes:
         node: One token through the layers, without attention.
         pair: One query with one key, in one layer.
         logits: One position at the output head.
-        layers: Layers of each kind, with the windows that they attend within.
+        layers: Number of layers of each kind, with their attention windows.
     """
 
     node: float
@@ -279,7 +280,7 @@ class ModelFlops:
 
     @staticmethod
     def of(model: PreTrainedModel) -> ModelFlops | str:
-        """From a model's sizes, or why they do not say it."""
+        """FLOPs from a model's sizes, or the reason that they are unknown."""
         config = model.config.get_text_config(decoder=True)
         windows = layer_windows(model)
         if isinstance(windows, str):
@@ -301,7 +302,7 @@ class ModelFlops:
         )
 
     def __call__(self, tree: TokenTree) -> float:
-        """Forward and backward pass over a tree, with logits before each distinct sampled token."""
+        """FLOPs of both passes over a tree, with logits before each distinct sampled token."""
         pairs = 0.0
         for window, layers in self.layers:
             seen = tree.depth + 1 if window is None else np.minimum(tree.depth + 1, window)
@@ -311,7 +312,7 @@ class ModelFlops:
 
 
 class Throughput:
-    """Measures updates of one model; says once where MFU cannot be told."""
+    """Measures updates of one model; logs once if MFU is unknown."""
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
         self._device = device
@@ -332,7 +333,8 @@ class Throughput:
 
     @contextmanager
     def of(self, rows: Sequence[Row], passes: int, metrics: dict[str, float]) -> Iterator[None]:
-        """Add to `metrics` what `passes` forward and backward passes over `rows` took inside."""
+        """Add to `metrics` the throughput of `passes` forward and backward passes over `rows`
+        in the block."""
         on_gpu = self._device.type == "cuda"
         if on_gpu:
             torch.cuda.synchronize(self._device)
@@ -359,7 +361,7 @@ def _both_passes(matrix: nn.Parameter) -> int:
 class PolicyTrainer:
     """Owns the optimizer, the reference and the critic; shares the model with the engine.
 
-    The five verbs of a hand-written loop:
+    The five calls of a hand-written loop:
 
         scored = trainer.compute_advantages(batch)
         scored = trainer.compute_ref_logp(scored)
@@ -368,17 +370,16 @@ class PolicyTrainer:
         await trainer.update_weights(engine)
 
     Args:
-        model: A transformers causal LM, or one that peft has wrapped for LoRA; those of its
-            parameters that require a gradient are changed in place.
-        config: The settings of the run, of which `buffer.total_steps` must be set: the learning
-            rate's schedule ends there.
-        reference: Frozen start of the policy; by default `model` as it is now, of which a copy is
-            made unless only an adapter is trained. Pass it when `model` holds later weights.
-        grammars: The engine's, with which calls that were held to a form are replayed; None where
-            there are none.
-        critic: A causal LM whose layers become the critic's; by default a copy of `model` as it is.
-        teacher: Whose log-probs `on_policy_distill` trains on; any architecture with the policy's
-            vocabulary.
+        model: A transformers causal LM, or one wrapped by peft for LoRA; parameters that require a
+            gradient are updated in place.
+        config: The run's settings; `buffer.total_steps` must be set, since the learning rate's
+            schedule ends there.
+        reference: The frozen initial policy; by default the current `model`, copied unless only an
+            adapter is trained. Required if `model` has later weights.
+        grammars: The engine's, to replay calls that were constrained; None if there are none.
+        critic: A causal LM whose layers become the critic's; by default a copy of the current
+            `model`.
+        teacher: The teacher of `on_policy_distill`; any architecture with the policy's vocabulary.
     """
 
     def __init__(
@@ -393,10 +394,10 @@ class PolicyTrainer:
     ) -> None:
         if config.buffer.total_steps is None:
             raise TrainingError("buffer.total_steps is not set: set it, for the learning rate")
-        self.model = model.eval()  # no dropout: sampling and training see the same function
+        self.model = model.eval()  # no dropout: sampling and training compute the same function
         self.config = config
         self.step = 0
-        self._alarmed = False  # said once
+        self._alarmed = False  # logged once
         self._forward = exact_forward(
             model,
             grammars,
@@ -421,7 +422,7 @@ class PolicyTrainer:
         if config.algorithm.uses_critic:
             if critic is None and hasattr(model, "get_base_model"):
                 raise TrainingError(
-                    "a policy that peft has wrapped needs a critic of its own: give PolicyTrainer "
+                    "a policy wrapped by peft needs a separate critic: give PolicyTrainer "
                     "one (critic=AutoModelForCausalLM.from_pretrained(...))"
                 )
             forward = self._forward if critic is None else None
@@ -438,8 +439,9 @@ class PolicyTrainer:
 
         Args:
             batch: N rows.
-            model: Another model of the policy's architecture, for example the reference. With
-                LoRA, an engine that serves the policy must be paused while the reference acts.
+            model: Another model with the policy's architecture, such as the reference. With LoRA,
+                an
+                engine that serves the policy must be paused while the reference is computed.
 
         Returns:
             N tensors, one per row, of shape [T_row].
@@ -449,7 +451,7 @@ class PolicyTrainer:
             return self._forward.all_logprobs(network, batch.rows, tokens)
 
     def compute_ref_logp(self, scored: ScoredBatch) -> ScoredBatch:
-        """Add the reference's log-probs where the KL term needs them."""
+        """Add the reference's log-probs if the KL term needs them."""
         if (
             self.reference is None
             or scored.ref_logp is not None
@@ -461,13 +463,13 @@ class PolicyTrainer:
     def compute_advantages(self, batch: Batch) -> ScoredBatch:
         """The algorithm's advantages (`tuner.training.scoring`).
 
-        PPO's need the critic's values, which are kept for its update. Where the distance to the
-        reference is taken off the rewards, the reference's log-probs are computed first, and kept
-        for the KL term.
+        PPO's critic values are kept for its update. If the distance to the reference is subtracted
+        from the rewards, the reference's log-probs are computed first and kept for the KL term.
 
         Raises:
-            TrainingError: Calls have rewards of their own that the algorithm has no use for, or
-                there is no teacher where it needs one.
+            TrainingError: Calls have rewards that the algorithm does not support, or it needs a
+                teacher
+                and there is none.
         """
         ref_logp = None
         teacher_logp = self.teacher.logp(batch) if self.teacher is not None else None
@@ -497,25 +499,30 @@ class PolicyTrainer:
         return self.critic.values(batch)
 
     def ppo_update(self, scored: ScoredBatch) -> dict[str, float]:
-        """One optimizer step on the whole batch, or `tuner.algorithm.updates`, in place.
+        """Update the weights in place, once or `tuner.algorithm.updates` times, on the whole batch.
 
-        A critic takes as many steps on its own loss first, and while it warms up the policy takes
-        none.
+        A critic first takes as many steps on its own loss; during its warmup the policy is not
+        updated.
 
         Returns:
-            Metrics: loss and its parts, advantage spread, clip and rejected fraction, entropy,
-            KL to behaviour and reference, effective sample size of the importance weights (1 on
-            policy), gradient norm, micro-batches, learning rate; of the last update where there are
-            several. The mismatch between recorded and recomputed log-probs is that before the
-            first. Tokens per second of all updates, on a GPU with its peak memory and MFU. Those of
-            the critic (`Critic.update`) are beside them, or alone while it warms up.
+            Metrics: loss and its parts, advantage spread, clip and rejected fraction, entropy, KL
+                to
+            behaviour and reference, effective sample size of the importance weights (1 on policy),
+            gradient norm, micro-batches and learning rate, all of the last update. The mismatch
+                between
+            recorded and recomputed log-probs is that before the first update. Tokens per second of
+                all
+            updates, on a GPU with peak memory and MFU. The critic's metrics (`Critic.update`) are
+                added;
+            during its warmup there are no others.
 
         Raises:
-            TrainingError: The batch is empty, or loss or gradient is not finite; the weights
-                are then as they were before that update.
+            TrainingError: The batch is empty, or loss or gradient is not finite; the weights are
+                then
+                those before that update.
         """
         if not scored.batch.rows:
-            raise TrainingError("a batch without a single trainable token cannot be trained")
+            raise TrainingError("a batch without a trainable token cannot be trained")
         metrics: dict[str, float] = {}
         if self.critic is not None:
             for _ in range(self.config.tuner.algorithm.updates):
@@ -526,7 +533,7 @@ class PolicyTrainer:
         return metrics
 
     def _update_policy(self, scored: ScoredBatch) -> dict[str, float]:
-        """As many updates of the policy as a step has."""
+        """All updates of the policy in a step."""
         proximal = self._proximal(scored)
         metrics: dict[str, float] = {}
         speed: dict[str, float] = {}
@@ -541,19 +548,20 @@ class PolicyTrainer:
         metrics["advantage_std"] = float(advantages_T.std(correction=0))
         metrics["advantage_max"] = float(advantages_T.abs().max())
         if isinstance(args := self.config.algorithm.advantage, DistillAdvantage):
-            # In the mean over the student's samples, the KL of student and teacher.
+            # Its mean over the student's samples is the KL of student and teacher.
             metrics["kl_teacher"] = -float(advantages_T.mean()) / args.kl_coef
         self._alarmed = self._alarmed or raises_alarm(metrics, self.step + 1)
         return metrics
 
     def _proximal(self, scored: ScoredBatch) -> tuple[Tensor, ...] | None:
-        """Log-probs of the policy that the step begins with, where they are not those recorded."""
+        """Log-probs under the policy at the start of the step, if they are not the recorded
+        ones."""
         config, batch = self.config, scored.batch
         if config.algorithm.policy_loss.ratio_to != "proximal":
             return None
         if scored.proximal is not None:
             return scored.proximal
-        # What is between foreign weights and these is no number of updates.
+        # The age of foreign weights is not a number of updates.
         wanted = {"auto": batch.stale(self.step), "loglinear": batch.foreign, "recompute": True}
         return (
             self.compute_logp(batch) if wanted.get(config.tuner.algorithm.proximal, False) else None
@@ -562,7 +570,7 @@ class PolicyTrainer:
     def _update(self, scored: ScoredBatch, proximal: tuple[Tensor, ...] | None) -> dict[str, float]:
         totals, largest = self._forward.room.fitting(partial(self._gradients, scored, proximal))
         norm = self.optimizer.clip_grad_norm(self.config.trainer.grad_clip)
-        # The one place of an update where Python waits for the device.
+        # The only point of an update at which Python waits for the device.
         totals |= {"grad_norm": norm, "logprob_mismatch_max": torch.stack(largest).max()}
         found = torch.stack([value.double() for value in totals.values()]).tolist()
         metrics = dict(zip(totals, found, strict=True))
@@ -575,7 +583,8 @@ class PolicyTrainer:
     def _gradients(
         self, scored: ScoredBatch, proximal: tuple[Tensor, ...] | None
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Of all micro-batches; what is reported of them, and the largest mismatch of each."""
+        """Gradients of all micro-batches; returns their metrics, and the largest mismatch of
+        each."""
         config, algorithm, batch = self.config, self.config.algorithm, scored.batch
         self.optimizer.zero_grad()
         weights_N = row_weights(
@@ -608,22 +617,22 @@ class PolicyTrainer:
     def likelihood_update(self, rows: Sequence[Row], weights_N: Tensor) -> dict[str, float]:
         """One optimizer step on `L = -sum_n weight_n * logp(completion_n)`.
 
-        That is what imitating and comparing recorded answers come down to
-        (`tuner.training.likelihood`). It does not depend on where micro-batches are cut.
+        This is the update of imitation and preferences (`tuner.training.likelihood`). It does not
+        depend on the micro-batches.
 
         Args:
             rows: N rows.
-            weights_N: The weight of each row, a constant; negative to make it less likely.
+            weights_N: Constant weight of each row; negative to make it less likely.
 
         Returns:
             Loss, mean entropy of the tokens, gradient norm and learning rate.
 
         Raises:
-            TrainingError: Loss or gradient is not finite; the weights are then as they were.
+            TrainingError: Loss or gradient is not finite; the weights are unchanged.
         """
         sums = self._forward.room.fitting(partial(self._likelihood_gradients, rows, weights_N))
         norm = self.optimizer.clip_grad_norm(self.config.trainer.grad_clip)
-        # The one place where Python waits for the device.
+        # The only point at which Python waits for the device.
         total, entropy, grad_norm = torch.cat(
             [torch.stack(sums).double().sum(0), norm.double()[None]]
         ).tolist()
@@ -633,7 +642,7 @@ class PolicyTrainer:
         return {"loss": total, "entropy": entropy, "grad_norm": grad_norm, "lr": self.lr}
 
     def _likelihood_gradients(self, rows: Sequence[Row], weights_N: Tensor) -> list[Tensor]:
-        """Of each micro-batch loss and sum of entropies, [2]."""
+        """Gradients of all micro-batches; returns loss and sum of entropies of each, [2]."""
         self.optimizer.zero_grad()
         sums: list[Tensor] = []
         for indices in self._forward.micro_batches(rows, self.config.trainer.micro_batch_tokens):
@@ -655,7 +664,7 @@ class PolicyTrainer:
         cuts = self._forward.micro_batches(batch.rows, self.config.trainer.micro_batch_tokens)
         if (
             self.config.algorithm.policy_loss_fn == "gspo"
-        ):  # the only loss of a token that depends on others
+        ):  # the only loss in which tokens depend on each other
             return whole_calls(cuts, batch.call_N.tolist())
         return cuts
 
@@ -680,10 +689,11 @@ class PolicyTrainer:
         await engine.update_weights(self.step)
 
     def save(self, path: Path) -> None:
-        """Write the optimizer's state, the critic and the step to `path` (the policy's weights are
-        saved apart).
+        """Write the optimizer state, the critic and the step to `path`; the policy's weights
+        are saved separately.
 
-        Masters are part of that state: weights of lower precision are theirs, rounded.
+        The optimizer state includes the master weights; weights of lower precision are rounded from
+        them.
         """
         state = {"optimizer": self.optimizer.state_dict(), "step": self.step}
         if self.critic is not None:
@@ -691,26 +701,28 @@ class PolicyTrainer:
         torch.save(state, path)
 
     def load(self, path: Path) -> None:
-        """Restore what `save` wrote. The learning rate follows the current settings.
+        """Restore the result of `save`. The learning rate follows the current settings.
 
         Raises:
-            TrainingError: It is missing or damaged, belongs to other weights than the model's, or
-                the algorithm has a critic, and the trainer that was saved had none.
+            TrainingError: The file is missing or damaged, belongs to other weights, or lacks the
+                critic
+                that the algorithm needs.
         """
         try:
             state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
             state["optimizer"], state["step"]
-        except Exception as error:  # of pickle, zip, the disk; torch's advice is to trust the file
+        # errors of pickle, zip and the disk; torch's messages recommend trusting the file
+        except Exception as error:
             raise TrainingError(
                 f"{path} is missing or damaged ({type(error).__name__}): move {path.parent} away, "
-                "and the run goes on from the checkpoint before"
+                "and the run resumes from the previous checkpoint"
             ) from error
         self.optimizer.load_state_dict(state["optimizer"])
         if self.critic is not None:
             if "critic" not in state:
                 raise TrainingError(
-                    f"{path} holds no critic, and algorithm.advantage_fn ppo needs one: it was "
-                    "saved with another algorithm; start a run of another name"
+                    f"{path} has no critic, but algorithm.advantage_fn ppo needs one: it was "
+                    "saved with another algorithm; start a run with another name"
                 )
             self.critic.load_state_dict(state["critic"])
         self.step = int(state["step"])

@@ -1,4 +1,4 @@
-"""Settings that Trinity-RFT would read as something else, or cannot do."""
+"""Settings that Trinity-RFT would interpret differently or does not support."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger("tuner")
 
 @dataclass(frozen=True)
 class RefusedValues:
-    """A row of `refused_keys.yaml`, which says what its fields mean."""
+    """A row of `refused_keys.yaml`, which documents the fields."""
 
     key: str
     why: str
@@ -37,11 +37,11 @@ class RefusedValues:
 
     @property
     def values(self) -> str:
-        """Which values, in words for a table."""
+        """The refused values, in words for a table."""
         if self.refused is not None:
             which = ", ".join(f"`{_shown(one)}`" for one in self.refused)
         elif self.accepted is not None:
-            # A value that is decided elsewhere is no value yet.
+            # A value that is decided later is not yet a value.
             automatic = ("auto",) if self.key == ENGINE else ()
             which = "all but " + " and ".join(f"`{one}`" for one in (*automatic, *self.accepted))
         else:
@@ -53,7 +53,7 @@ class RefusedValues:
         return f"{which}, unless `{key}` {said}"
 
     def applies(self, tree: Mapping[str, Any]) -> bool:
-        """Whether a configuration asks for what is refused."""
+        """Whether a configuration has the refused value."""
         found = lookup(tree, self.key)
         if found is None or (self.unless and lookup(tree, self.unless[0]) == self.unless[1]):
             return False
@@ -81,7 +81,7 @@ ENGINE = "explorer.rollout_model.engine_type"
 _TABLE = read_table(Path(__file__).with_name("refused_keys.yaml"))
 REFUSALS = tuple(map(RefusedValues.of, _TABLE["always"]))
 WITH_TINKER = tuple(map(RefusedValues.of, _TABLE["with_tinker"]))
-_EACH_ALONE = "Trinity-RFT computes the loss of each sequence by itself with Tinker"
+_EACH_ALONE = "with Tinker, Trinity-RFT computes the loss of each sequence separately"
 _IN_TRAINER = "Trinity-RFT 0.6 does not compute its advantages with Tinker"
 ALGORITHMS_WITHOUT_TINKER: Mapping[str, str] = {
     "ppo": _IN_TRAINER,
@@ -91,21 +91,21 @@ ALGORITHMS_WITHOUT_TINKER: Mapping[str, str] = {
     "dpo": f"{_EACH_ALONE}, and a pair is two",
 }
 
-_NO_TEACHER = "it needs the log-probs of a teacher, which are not recorded here"
+_NO_TEACHER = "it needs the log-probs of a teacher, which are not recorded on this backend"
 ALGORITHMS_REFUSED: Mapping[str, str] = {
-    "gigpo": "it needs states of the environment, which agents do not give; multi_step_grpo is "
+    "gigpo": "it needs environment states, which agents do not provide; multi_step_grpo is "
     "for agents",
     "jsd": _NO_TEACHER,
     "on_policy_distill": f"{_NO_TEACHER}; set tuner.backend to local",
-    "prompt_distill": "Trinity-RFT has no such algorithm; set tuner.backend to local",
-    "tree": "no rollout begins inside another one there; set tuner.backend to local",
-    "raft": "Trinity-RFT 0.6 refuses its advantage when the run begins; set another, or set "
-    "tuner.backend to local",
+    "prompt_distill": "Trinity-RFT does not have this algorithm; set tuner.backend to local",
+    "tree": "rollouts cannot branch on this backend; set tuner.backend to local",
+    "raft": "Trinity-RFT 0.6 refuses its advantage at the start of the run; set another "
+    "algorithm, or set tuner.backend to local",
 }
 
 
 def refused(tree: Mapping[str, Any]) -> Iterator[Problem]:
-    """Values that are ours and not Trinity-RFT's, or that would be read there as something else."""
+    """Values that Trinity-RFT does not have or would interpret differently."""
     with_tinker = uses_tinker(tree)
     for row in (*REFUSALS, *(WITH_TINKER if with_tinker else ())):
         if row.applies(tree):
@@ -123,7 +123,7 @@ def _conflicts(tree: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem(
             f"monitor.monitor_args.{key}",
             f"monitor.monitor_args.{key} is for the local backend: Trinity-RFT's trackers share "
-            "one set of arguments and get no table of ours; put the arguments into "
+            "one set of arguments, without tuner's tables; put the arguments into "
             "monitor.monitor_args itself",
         )
     warm = float(lookup(tree, "model.temperature", 1.0))
@@ -132,9 +132,9 @@ def _conflicts(tree: Mapping[str, Any]) -> Iterator[Problem]:
         if own is not None and float(own) != warm:
             yield Problem(
                 "buffer.explorer_input.taskset.rollout_args.temperature",
-                f"the tasks are sampled at rollout_args.temperature {own}, and Trinity-RFT trains "
-                f"at model.temperature {warm:g}: its ratios would compare two policies; set both "
-                "to the same",
+                f"the tasks are sampled at rollout_args.temperature {own}, but Trinity-RFT trains "
+                f"at model.temperature {warm:g}, so its ratios would compare two policies; set "
+                "both to the same value",
             )
     clip, other = lookup(tree, "trainer.grad_clip"), lookup(tree, "algorithm.optimizer.clip_grad")
     if clip is not None and other is not None and clip != other:
@@ -145,7 +145,7 @@ def _conflicts(tree: Mapping[str, Any]) -> Iterator[Problem]:
         )
 
 
-# Keys of `tuner:` that this backend reads, and those that only say how the local one computes.
+# Keys of `tuner:` that this backend reads, and those that only affect computation on the local one.
 USED = frozenset(
     {
         "workflow",
@@ -167,7 +167,7 @@ WITHOUT_EFFECT = frozenset({"max_slots", "layout"})
 
 
 def tuner_section(section: Any, problems: list[Problem]) -> TunerSection | None:
-    """Our own section, checked; what only the local backend does is refused."""
+    """Our own section, checked; settings only for the local backend are refused."""
     split = split_keys({"tuner": section or {}})
     known = [path for path in schema_paths() if path.startswith("tuner.")]
     for key in split.unknown:
@@ -206,15 +206,15 @@ def tuner_section(section: Any, problems: list[Problem]) -> TunerSection | None:
 
 
 def warn_of_truncated_sampling(tree: Mapping[str, Any]) -> None:
-    """Say that the trainer does not know of a nucleus that the tasks are sampled from."""
+    """Warn that the trainer ignores the nucleus that the tasks are sampled from."""
     top_p, top_k = lookup(tree, "model.top_p", 1.0), lookup(tree, "model.top_k", -1)
     for taskset in training_sets(tree):
         top_p = lookup(taskset, "rollout_args.top_p", top_p)
         top_k = lookup(taskset, "rollout_args.top_k", top_k)
     if top_p < 1 or top_k > 0:
         logger.warning(
-            "the tasks are sampled with top_p %s and top_k %s; Trinity-RFT's trainer computes over "
-            "all tokens, so its ratios are off from the first step on",
+            "the tasks are sampled with top_p %s and top_k %s, but Trinity-RFT's trainer computes "
+            "over all tokens, so its ratios are inexact from the first step on",
             top_p,
             top_k,
         )

@@ -93,11 +93,11 @@ def test_the_check_says_where_is_sampled_and_trained(tinker_address, tmp_path):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("mode=bench", "Tinker's weights are at its service"),
-        ("algorithm.loss_agg_mode=token-mean", "each sequence's own tokens"),
+        ("mode=bench", "Tinker's service has the weights"),
+        ("algorithm.loss_agg_mode=token-mean", "each sequence's tokens"),
         ("model.temperature=0.7", "trains at 1"),
-        ("algorithm.entropy_loss_fn_args.entropy_coef=0.01", "would take those for the entropy"),
-        ("model.lora_configs=[{lora_rank: 8}]", "described by model.tinker"),
+        ("algorithm.entropy_loss_fn_args.entropy_coef=0.01", "would use those as the entropy"),
+        ("model.lora_configs=[{lora_rank: 8}]", "set by model.tinker"),
         ("explorer.rollout_model.engine_type=sglang", "Tinker's service samples"),
         ("algorithm.algorithm_type=ppo", "does not compute its advantages with Tinker"),
         ("algorithm.algorithm_type=dpo", "a pair is two"),

@@ -106,8 +106,8 @@ def test_auto_goes_by_the_cores_that_functions_keep_busy(used, count):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("ray", r"cluster\.ray_address is \w+: write the cluster's address"),
-        ("ray", r"tuner\.ray\.gateway is not set: write an address of this machine"),
+        ("ray", r"cluster\.ray_address is \w+: set it to the cluster's address"),
+        ("ray", r"tuner\.ray\.gateway is not set: set it to an address of this machine"),
         ("many", "must be 0, a number of processes, auto or ray"),
         ("-1", "tuner.workers"),
         ("true", "tuner.workers"),
@@ -127,9 +127,9 @@ ON_RAY = {
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("cluster.ray_address=auto", "is auto: write the cluster's address"),
+        ("cluster.ray_address=auto", "is auto: set it to the cluster's address"),
         ("tuner.ray.gateway=http://10.0.0.1", r"tuner\.ray\.gateway"),
-        ("tuner.ray.gateway=0.0.0.0:8700", "which is no address to be reached at"),
+        ("tuner.ray.gateway=0.0.0.0:8700", "which workers cannot connect to"),
         ("tuner.ray.base_url=https://10.0.0.1", r"tuner\.ray\.base_url"),
         ("tuner.ray.cpus=0", r"tuner\.ray\.cpus"),
     ],
@@ -153,7 +153,7 @@ def test_a_gateway_listens_where_the_file_says_and_knows_the_names_of_its_proxy(
 
 def test_a_share_of_requests_to_a_remote_model_is_at_least_one():
     remote = {"base_url": "http://x/v1", "model_name": "m", "max_concurrent": 1}
-    with pytest.raises(ConfigError, match=r"max_concurrent is 1, and each of tuner\.workers 2"):
+    with pytest.raises(ConfigError, match=r"max_concurrent is 1, but each of the tuner\.workers 2"):
         load_config(None, settings={"tuner": {"auxiliary_models": {"a": remote}, "workers": 2}})
 
 
