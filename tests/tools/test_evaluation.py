@@ -140,7 +140,7 @@ def test_without_candidates_it_is_the_model_and_its_runs_newest_checkpoint(
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"candidates": "no/such/folder.*this folder does not exist"),
+        ({"candidates": "no/such/folder"}, TunerError, "no/such/folder.*folder does not exist"),
         ({"candidates": ["."]}, TunerError, r"\. is not a run, a checkpoint or a model"),
         ({"k": 0}, ConfigError, "k is 0"),
         ({"limit": 0}, ConfigError, "limit is 0"),
