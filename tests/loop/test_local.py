@@ -319,7 +319,7 @@ def test_a_name_that_may_have_been_a_folder_says_where_it_was_looked_for(tmp_pat
 def test_a_name_beside_other_models_is_a_folder_that_is_missing(tmp_path, monkeypatch):
     (tmp_path / "models" / "yours").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelLoadError, match=r"no such folder \(.*/models has yours\)"):
+    with pytest.raises(ModelLoadError, match=r"folder does not exist \(.*/models has yours\)"):
         load_tokenizer("models/mine")
 
 
