@@ -8,9 +8,9 @@ Each run is a process of its own, of the same seed; numbers are medians of the r
 step left out. `engine waits` is the time of a step in which answers were wanted and the engine was
 between two forward passes: its loop, or the interpreter, was somebody else's.
 
-The ways are those by which a worker could reach the gateway: the line to its run, which also
-carries its tasks, and HTTP with connections that are kept alive, on a Unix socket and on loopback.
-A stub answers with 32 tokens at once; the client is openai's. A call costs CPU in the worker and in
+The ways are those by which a worker could reach the gateway: the client that it has, which speaks
+HTTP on a Unix socket, and openai's with httpx, on such a socket and on loopback, with connections
+that are kept alive. A stub answers with 32 tokens at once. A call costs CPU in the worker and in
 the run's process, which is where there is least of it.
 """
 
@@ -40,7 +40,7 @@ SHORTER = 7
 GOAL = 1.7
 LIGHT_GOAL = 0.9
 WORKERS = "2", "6"
-WAYS = "line", "unix socket", "loopback"
+WAYS = "client", "unix socket", "loopback"
 
 
 def agent(burn: float) -> Any:
@@ -126,7 +126,7 @@ async def caller(task: dict[str, Any], model: Any) -> WorkflowOutput:
 
     from tuner.gateway.clients import http_library
 
-    if task["way"] == "line":
+    if task["way"] == "client":
         client = model.client
     else:
         socket = task["socket"] if task["way"] == "unix socket" else None
@@ -199,7 +199,7 @@ async def measure_ways(calls: int) -> dict[str, dict[str, float]]:
 
 
 def rows_of_ways(found: dict[str, dict[str, float]]) -> list[Row]:
-    """What the line saves beside HTTP."""
+    """What the worker's client saves beside httpx."""
     rows = []
     for way in WAYS[1:]:
         for metric, name, more in (
@@ -209,9 +209,9 @@ def rows_of_ways(found: dict[str, dict[str, float]]) -> list[Row]:
             ("calls/s, 16 at a time", "rate", True),
         ):
             scale = 1 if more else 1000
-            ours, peer = found["line"][name] * scale, found[way][name] * scale
+            ours, peer = found["client"][name] * scale, found[way][name] * scale
             rows.append(
-                Row("way to the gateway", metric, ours, f"HTTP, {way}", peer, more_is_better=more)
+                Row("way to the gateway", metric, ours, f"httpx, {way}", peer, more_is_better=more)
             )
     return rows
 

@@ -46,7 +46,7 @@ class Mutation:
             LookupError: None has it, or it is there more than once.
         """
         at = root / "tuner" / self.room
-        files = [at] if at.is_file() else sorted(at.rglob("*.py"))
+        files = [at] if at.is_file() else sorted([*at.rglob("*.py"), *at.rglob("*.yaml")])
         counts = {file: file.read_text("utf-8").count(self.old) for file in files}
         if sum(counts.values()) != 1:
             raise LookupError(f"{self.room}: {sum(counts.values())} times: {self.old}")
@@ -70,16 +70,17 @@ MUTATIONS = [
          "if repeated is not None and repeated[0] > most:",
          "traces/test_branches.py traces/test_successors.py"),
         # config
-        ("config", "if tau_pos is not None and tau_neg is not None and tau_neg < tau_pos:",
-         "if tau_pos is not None and tau_neg is not None and tau_neg > tau_pos:",
+        ("config", "when: {algorithm.policy_loss_fn_args.tau_pos: {above: algorithm",
+         "when: {algorithm.policy_loss_fn_args.tau_pos: {below: algorithm",
          "config/test_algorithm.py training/test_spec.py"),
-        ("config", "if extras.success_rate_lb > extras.success_rate_ub:",
-         "if False:",
-         "config/test_algorithm.py training/test_selection.py training/test_spec.py"),
-        ("config", "if optimizer.lr_warmup_steps >= 0 and optimizer.lr_warmup_steps_ratio > 0:",
-         "if False:", "config/test_load.py config/test_algorithm.py training/test_spec.py"),
-        ("config", "if (section.trunks or 2) >= algorithm.repeat_times:",
-         "if (section.trunks or 2) > algorithm.repeat_times:", "loop/test_branching_runs.py"),
+        ("config", "when: {value: {above: tuner.algorithm.success_rate_ub}}",
+         "when: {value: {below: tuner.algorithm.success_rate_ub}}",
+         "config/test_algorithm.py training/test_selection.py"),
+        ("config", "when: {algorithm.optimizer.lr_warmup_steps_ratio: {above: 0}}",
+         "when: {algorithm.optimizer.lr_warmup_steps_ratio: {above: 1}}",
+         "config/test_algorithm.py training/test_spec.py config/test_load.py"),
+        ("config", "fewest_trunks: {at_least: algorithm", "fewest_trunks: {above: algorithm",
+         "loop/test_branching_runs.py"),
         ("config", 'if path == override.key or path.startswith(override.key + "."):',
          "if path == override.key:", "config/test_load.py"),
         # engines
@@ -153,11 +154,11 @@ MUTATIONS = [
          "training/test_selection.py training/test_algorithms.py"),
         ("training", "if step < warmup_steps:", "if step <= warmup_steps:",
          "training/test_optimizer.py training/test_trainer.py"),
-        ("training", "if self.critic is None or self.step >= self.settings.critic.warmup:",
-         "if self.critic is None or self.step > self.settings.critic.warmup:",
+        ("training", "self.step >= self.config.trainer.critic_warmup",
+         "self.step > self.config.trainer.critic_warmup",
          "training/test_critic.py loop/test_ppo.py"),
-        ("training", "old_T = tokens.recorded_T if settings.ratio_to ==",
-         "old_T = tokens.recorded_T if settings.ratio_to !=",
+        ("training", "old_T = tokens.recorded_T if loss_args.ratio_to ==",
+         "old_T = tokens.recorded_T if loss_args.ratio_to !=",
          "training/test_stale.py training/test_algorithms.py"),
         # tasks
         ("tasks", "if not 0 <= place < len(self):", "if place >= len(self):",
@@ -219,7 +220,7 @@ MUTATIONS = [
         ("serving", "return pause if time.monotonic() + pause <= self._until else None",
          "return pause", "serving/test_client.py"),
         ("serving", "if not self.live.busy(id_):", "if self.live.busy(id_):",
-         "serving/test_taking.py serving/test_restart.py serving/test_store.py"),
+         "serving/test_limits.py"),
         ("serving", "if live.asked < since and not self.busy(id_):", "if live.asked < since:",
          "serving/test_routing.py serving/test_taking.py serving/test_restart.py"),
         ("serving", 'if found.verdict != "promote" or now <= before:', "if now <= before:",

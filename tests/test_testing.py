@@ -200,7 +200,7 @@ def test_another_answer_fails_with_a_diff(recorded):
     result = recorded()
     result.assert_outcomes(passed=2, failed=1)
     result.stdout.fnmatch_lines(
-        ["the agent asks what it asked in 'test_streams', *", "-It is blue.", "+Blue"]
+        ["the agent makes the requests of 'test_streams', *", "-It is blue.", "+Blue"]
     )
 
 
@@ -232,7 +232,7 @@ def test_another_task_is_another_rollout(recorded):
 def test_without_a_rollout_the_test_says_how_to_record_one(tests):
     result = tests()
     result.assert_outcomes(failed=3)
-    result.stdout.fnmatch_lines(["*has no rollout 'test_streams': there is none in it. Record it*"])
+    result.stdout.fnmatch_lines(["*has no rollout 'test_streams': it is empty. Record it*"])
 
 
 def test_a_failed_recording_leaves_nothing(tests):
@@ -254,13 +254,13 @@ def test_an_agent_that_asks_nothing_is_not_recorded(tests):
     with chat_server(answered) as server:
         result = tests("--record-rollouts", server.base_url, "--record-model", "m")
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*has no calls: the agent asked `model` for nothing"])
+    result.stdout.fnmatch_lines(["*has no calls: the agent sent no request to `model`"])
 
 
 def test_one_option_without_the_other(tests):
     result = tests("--record-model", "m")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["*--record-rollouts URL and --record-model NAME go together"])
+    result.stderr.fnmatch_lines(["*--record-rollouts URL needs --record-model NAME*"])
 
 
 def test_rollouts_of_a_file_as_parameters_and_the_file_elsewhere(recorded):
@@ -286,7 +286,7 @@ def test_files_that_are_not_as_they_should_be(recorded, tmp_path):
     file = recorded.folder / "test_agents.rollouts.jsonl"
     with pytest.raises(TunerError, match=r"has no rollout 'other': it has 'test_streams', 'named'"):
         recorded_rollouts(file, "other")
-    with pytest.raises(TunerError, match="has no rollouts: there is none in it"):
+    with pytest.raises(TunerError, match="has no rollouts: it is empty"):
         recorded_rollouts(tmp_path / "nothing.jsonl")
     first = file.read_text().splitlines()[0]
     file.write_text(f"{first}\n{first}\n")

@@ -1,7 +1,7 @@
 """Train the model inside an agent.
 
-The names here are imported when they are first used, so that `import tuner` is fast and needs
-neither PyTorch nor an agent framework.
+Names are imported on first use, so `import tuner` is fast and needs neither PyTorch nor an agent
+framework.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from tuner.tools.tune_prompt import tune_prompt
     from tuner.tune import tune
 
-    # The class depends on what is installed, so type checkers cannot see it.
+    # The class depends on the installed packages, so type checkers cannot see it.
     TrinityChatModel = Any
 
 _MODULES = {

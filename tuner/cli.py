@@ -1,4 +1,4 @@
-"""The command line: each command checks what it was given and calls what does it."""
+"""The command line: each command checks its options and calls the function that implements it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from tuner.tasks.settings import Given
 
 
-# What several commands are given, and what it names.
+# Arguments shared by several commands, and the functions that a configuration file names.
 
 
 FAILED = 1
-"""The status of a command that found something wrong."""
+"""Exit status of a command that found a problem."""
 
 ConfigFile = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="YAML file with Trinity-RFT's keys.")
@@ -46,12 +46,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
 
 
 class Named(NamedTuple):
-    """What a file names, and its backend.
+    """The functions and the backend that a configuration file names.
 
     Attributes:
-        workflow, judge: None where they are not named, or an environment brings them.
+        workflow, judge: None if the file does not name them, or an environment provides them.
         backend: "local" or "trinity".
-        environment: That of `tuner.environment`, but for a queue agent's.
+        environment: The `tuner.environment`, except for a queue agent.
     """
 
     workflow: Callable[..., Any] | None
@@ -61,7 +61,7 @@ class Named(NamedTuple):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """As `tune()` and `evaluate()` take them."""
+        """The arguments of `tune()` and `evaluate()`."""
         return {
             "workflow_func": self.workflow,
             "judge_func": self.judge,
@@ -70,11 +70,9 @@ class Named(NamedTuple):
 
 
 def functions_of(path: Path, overrides: list[str]) -> Named:
-    """The workflow and the judge that the file names, or its environment; recorded data needs none.
+    """Load the workflow and the judge that the file names, or its environment.
 
-    Raises:
-        ConfigError: The file cannot be read, what it names cannot be loaded, or it names nothing.
-        FunctionError: What it names as its environment is none.
+    Recorded data needs neither; raises ConfigError if rollouts do and the file names no workflow.
     """
     from tuner.config.load import checked, read_layers
     from tuner.environments.seam import named_in
@@ -110,7 +108,7 @@ def functions_of(path: Path, overrides: list[str]) -> Named:
     return Named(workflow, judge, layers.backend)
 
 
-# The command `tuner check`: its options, checked before anything is imported for it.
+# The command `tuner check`; heavy imports only after the options are checked.
 
 
 def check(
@@ -131,16 +129,16 @@ def check(
 ) -> None:
     """Validate a configuration, run two rollouts (or read recorded data) and say if it can train.
 
-    With the backend trinity: Trinity-RFT's own check, without a GPU, a cluster or rollouts.
+    With the backend trinity, run Trinity-RFT's checks, without a GPU, a cluster or rollouts.
     """
     from tuner.runs.directory import outside_event_loop
     from tuner.tune import prepare
 
     if labelled is not None and not of_judge:
-        raise ConfigError("--labelled is for the judge: add --judge")
+        raise ConfigError("--labelled needs --judge: add it")
     named = functions_of(config, overrides or [])
     if of_judge and named.backend == "trinity":
-        raise ConfigError("--judge needs rollouts, which are run here: add tuner.backend=local")
+        raise ConfigError("--judge needs rollouts of the local backend: add tuner.backend=local")
     if named.backend == "trinity":
         verdict = _check_trinity(config, overrides or [], named)
     else:
@@ -183,7 +181,7 @@ def _check_trinity(path: Path, overrides: list[str], named: Named) -> Verdict:
     )
 
 
-# The command `tuner rebase`: its options, checked before anything is imported for it.
+# The command `tuner rebase`.
 
 
 def rebase(
@@ -203,7 +201,7 @@ def rebase(
         typer.Option(
             metavar="SHARE",
             help="Reuse a step's recorded tokens while their effective sample size, as a share of "
-            "them, is at least this.",
+            "the tokens, is at least this.",
         ),
     ] = 0.9,
     max_reused: Annotated[
@@ -217,11 +215,11 @@ def rebase(
 ) -> None:
     """Score a run's rollouts with a fixed judge, and train a new run from the first change.
 
-    RUN is not changed. Recorded rollouts are used while they are still informative for the new
-    weights; later steps make new rollouts. If it is interrupted, the same command resumes it.
+    RUN is not changed. Recorded rollouts are used while they are informative for the new weights;
+    later steps sample new rollouts. After an interruption, the same command resumes it.
 
-    Prints for each step how many rewards changed and whether its recorded samples were used; the
-    same is in rebase.json of the new run.
+    For each step, prints how many rewards changed and whether its recorded samples were used; the
+    new run's rebase.json has the same.
     """
     from tuner.tools.rebase import rebase
 
@@ -237,7 +235,7 @@ def rebase(
     typer.echo(result)
 
 
-# The command `tuner train`: learn from rollouts that were recorded before.
+# The command `tuner train`.
 
 
 def train(
@@ -246,18 +244,18 @@ def train(
         typer.Argument(
             metavar="SOURCE... [KEY=VALUE...]",
             help="Runs, trace files or folders of them, a server's serving.sqlite, or chat logs; "
-            "and settings that override the file's.",
+            "then settings that override the file's.",
         ),
     ],
     config: Annotated[
         Path, typer.Option(metavar="FILE", help="YAML file with Trinity-RFT's keys.")
     ],
 ) -> None:
-    """Train on recorded rollouts; new rollouts are made only for evaluations.
+    """Train on recorded rollouts; only evaluations sample new ones.
 
     The same as `tuner run` with `tuner.history.sources`. The file's algorithm decides how it
     learns: sft imitates the best rollouts of each task, dpo compares two rollouts of a task, all
-    others learn off-policy. Give the run its own name.
+    others learn off-policy. Give the run a new name.
     """
     from tuner.tune import tune
 
@@ -268,13 +266,13 @@ def train(
     if named.backend == "trinity":
         raise ConfigError(
             "tuner train is for the local backend: add tuner.backend=local. Trinity-RFT trains on "
-            "what it explored with `tuner run FILE mode=train`"
+            "its recorded rollouts with `tuner run FILE mode=train`"
         )
     typer.echo(tune(**named.arguments, config_path=config, overrides=settings))
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Sources, as absolute paths, and settings, which have a `=` and are no path."""
+    """Split into sources, as absolute paths, and settings: with `=` and not an existing path."""
     sources, overrides = list[str](), list[str]()
     for text in arguments:
         if "=" in text and not Path(text).exists():
@@ -284,7 +282,7 @@ def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
     return sources, overrides
 
 
-# The command `tuner rerun`: its options, checked before anything is imported for it.
+# The command `tuner rerun`; heavy imports only after the options are checked.
 
 
 def rerun(
@@ -296,14 +294,16 @@ def rerun(
     ],
     until: Annotated[
         int | None,
-        typer.Option(metavar="CALL", help="Call (from 1) at which it stops or sampling begins."),
+        typer.Option(metavar="CALL", help="Call (from 1) at which to stop or start sampling."),
     ] = None,
     workflow: Annotated[
         str | None,
-        typer.Option(help="package.module:function or path/file.py:function (default: the run's)."),
+        typer.Option(
+            help="Workflow, package.module:function or path/file.py:function (default: the run's)."
+        ),
     ] = None,
     judge: Annotated[
-        str | None, typer.Option(help="In the same form (default: the run's).")
+        str | None, typer.Option(help="Judge, in the same form (default: the run's).")
     ] = None,
     sample: Annotated[
         bool, typer.Option("--sample", help="Continue with the model where the recording ends.")
@@ -326,7 +326,7 @@ def rerun(
     """Run the workflow again on a recorded rollout, in this process, for debugging.
 
     Recorded answers take the model's place, up to a call or to the end, so no model is loaded.
-    A request that differs from the recorded one is shown as a difference.
+    The first request that differs from the recorded one is shown as a diff.
     """
     from rich.console import Console
 
@@ -334,9 +334,9 @@ def rerun(
     from tuner.tools.rerun import run_again, say
 
     if not sample and (candidate is not None or seed):
-        raise ConfigError("--candidate and --seed are for what is sampled: add --sample")
+        raise ConfigError("--candidate and --seed apply to sampling: add --sample")
     if save is not None and (sample or until is not None):
-        raise ConfigError("--save is for whole rollouts as recorded: leave --sample, --until out")
+        raise ConfigError("--save is for whole rollouts as recorded: omit --sample and --until")
     result = run_again(
         run,
         trace,
@@ -355,7 +355,7 @@ def rerun(
         typer.echo(f"saved   {save}: {name or trace}")
 
 
-# The commands `tuner serve` and `tuner compare`: options, checked before anything is imported.
+# The commands `tuner serve` and `tuner compare`; heavy imports only after the options are checked.
 
 
 def serve(
@@ -368,15 +368,16 @@ def serve(
     train: Annotated[
         bool,
         typer.Option(
-            "--train", help="Learn from judged sessions, and promote weights proven to be better."
+            "--train",
+            help="Learn from judged sessions, and promote weights that are proven better.",
         ),
     ] = False,
 ) -> None:
-    """Serve the model to agents that run elsewhere, and record their calls.
+    """Serve the model to external agents, and record their calls.
 
-    Serves the weights that were promoted last, else the newest checkpoint of the run, else the
-    file's model. Calls, rewards and keys are in serving.sqlite in the run directory; a restarted
-    server continues with them.
+    Serves the last promoted weights, else the newest checkpoint of the run, else the file's model.
+    Calls, rewards and keys are in serving.sqlite in the run directory; a restarted server
+    continues with them.
     """
     from tuner.config.keys import require_model_libraries
     from tuner.config.load import checked, read_layers
@@ -399,12 +400,7 @@ def serve(
 
 
 def learns(config: RunConfig, path: Path, overrides: list[str]) -> tuple[RunConfig, dict[str, Any]]:
-    """The configuration of a server that learns, and what `serve` is given besides.
-
-    Raises:
-        ConfigError: A server cannot learn with it.
-        FunctionError, DatasetError: As `tune()`, of the held-out tasks.
-    """
+    """The configuration of a server that learns, and further arguments of `serve`."""
     pass
     from tuner.serving.learning.beside import check_can_learn, learning, learning_config
     from tuner.tune import prepare_evaluation
@@ -419,10 +415,7 @@ def learns(config: RunConfig, path: Path, overrides: list[str]) -> tuple[RunConf
 
 
 def require_libraries() -> None:
-    """
-    Raises:
-        MissingDependencyError: What the control API is built on is not installed.
-    """
+    """Raise MissingDependencyError if a library of the control API is not installed."""
     try:
         import fastapi
         import prometheus_client
@@ -434,20 +427,22 @@ def require_libraries() -> None:
 
 
 def said(server: Server) -> str:
-    """What is printed when the door is open: where, what, and a key that nobody could know."""
+    """Lines to print once it listens: model, URLs, and the admin key if it was generated."""
     door, stack = server.door, server.stack
-    assert door is not None, "it is told when the door is open"
+    assert door is not None, "announced once the door is open"
     name = stack.gateway.service.model_name
     root = door.base_url.removesuffix("/v1")
     lines = [
         f"{name}, version {stack.engine.version}, at {door.base_url}",
         f"sessions, rewards: {root}/tuner/v1 (described by /tuner/v1/openapi.json)",
-        f"kept in {server.store.path}",
+        f"recorded in {server.store.path}",
     ]
     variable = server.config.tuner.serving.admin_key_env
     if not os.environ.get(variable):
-        lines.append(f"admin key of this start: {server.admin_key} (set {variable} to keep one)")
-    return "\n".join([*lines, "Ctrl-C ends it."])
+        lines.append(
+            f"admin key until it stops: {server.admin_key} (set {variable} for a permanent one)"
+        )
+    return "\n".join([*lines, "Ctrl-C stops it."])
 
 
 def compare(
@@ -459,39 +454,39 @@ def compare(
         str | None,
         typer.Option(help="train, or an evaluation set (default: all sets that the runs share)."),
     ] = None,
-    tasks: Annotated[int, typer.Option(min=0, help="Number of tasks of a split to show.")] = 10,
+    tasks: Annotated[int, typer.Option(min=0, help="Number of tasks to show for each split.")] = 10,
     proof: Annotated[
         bool,
         typer.Option("--proof", help="Test if the second run is better than the first."),
     ] = False,
     effect: Annotated[
         float | None,
-        typer.Option(help="With --proof: the smallest difference in reward worth finding."),
+        typer.Option(help="With --proof: the smallest difference in reward worth detecting."),
     ] = None,
     rewards: Annotated[
         tuple[float, float],
         typer.Option(metavar="LOW HIGH", help="Range of the rewards."),
     ] = (0.0, 1.0),
     alpha: Annotated[
-        float, typer.Option(help="Chance of a wrong promotion, however often you look.")
+        float, typer.Option(help="Chance of a wrong promotion, however often it is tested.")
     ] = 0.05,
     power: Annotated[
         float, typer.Option(help="Chance to promote a run that is better by the effect.")
     ] = 0.8,
-    margin: Annotated[float, typer.Option(help="Smallest improvement that is promoted.")] = 0.0,
+    margin: Annotated[float, typer.Option(help="Smallest improvement to promote.")] = 0.0,
     as_json: AsJson = False,
 ) -> None:
     """Compare runs: settings that differ, metric curves, and rewards on the same tasks.
 
     Tasks are compared by their mean reward in each run's last evaluation (with --split train: in
-    the last step that had the task), the largest differences first. Runs may still be in progress,
-    and the folders of `tuner eval --output` can be compared too. No model is loaded.
+    the last step that had the task), largest differences first. Runs may still be in progress. The
+    folders of `tuner eval --output` can be compared too. No model is loaded.
 
-    With --proof: an estimate with its interval, and a verdict: promote, keep or not yet.
+    With --proof, prints an estimate with its interval and a verdict: promote, keep or not yet.
     """
     if not proof:
         if effect is not None:
-            raise ConfigError("--effect is for --proof: add it")
+            raise ConfigError("--effect needs --proof: add it")
         from tuner.tools.compare import compare
 
         found = compare(runs, split=split)
@@ -499,7 +494,7 @@ def compare(
         return
     if effect is None:
         raise ConfigError(
-            "--effect is not given: say which difference in reward is worth finding, as 0.05"
+            "--proof needs --effect: give the smallest difference in reward to detect, as 0.05"
         )
     from tuner.runs.statistics import Plan
     from tuner.tools.compare import prove
@@ -518,18 +513,18 @@ except PackageNotFoundError:  # a checkout that is only on the path
 BAD_INPUT = 2
 INTERRUPTED = 130
 _PROOF = "evaluate both with `tuner eval --output`, and compare these with `tuner compare --proof`"
-# Commands and options (`command --option`) that went, each with its replacement.
+# Removed commands and options (`command --option`), each with its replacement.
 REMOVED = {
-    "plan": "`tuner check` measures the seconds and the memory of a step on this machine",
-    "check --branching": "set tuner.branching.where to best, which learns during the run whether "
-    "branches pay",
+    "plan": "`tuner check` estimates the seconds and the memory of a step on this machine",
+    "check --branching": "set tuner.branching.where to best, which learns during the run if "
+    "branches help",
     "compare --candidate": _PROOF,
     "compare --steps": _PROOF,
     "compare --least-effective": _PROOF,
 }
 
 UsageError: Any = typer.BadParameter.__mro__[1]
-"""What is raised for a command line that cannot be read."""
+"""Raised for an invalid command line."""
 app = typer.Typer(pretty_exceptions_enable=False)
 
 
@@ -556,30 +551,30 @@ def init(
 ) -> None:
     """Create a project with an agent, data and settings that trains on a CPU in minutes.
 
-    openai: the OpenAI client; needs nothing else
+    openai: the OpenAI client; no further packages
 
-    react: a ReAct agent of AgentScope 1.x, the extra agentscope1
+    react: a ReAct agent of AgentScope 1.x; needs the extra agentscope1
 
-    langgraph: a LangGraph agent, the packages langchain and langchain-openai
+    langgraph: a LangGraph agent; needs langchain and langchain-openai
 
-    queue: an agent and its environment with queues, as AReaL's users know them
+    queue: an agent and its environment connected by queues, in AReaL's style
 
-    multi-agent: two agents that share the model, each call with its own reward
+    multi-agent: two agents that share the model, with a reward for each call
 
-    real: a ReAct agent with SmolLM2-135M, which learns to use a tool in five minutes
+    real: a ReAct agent with SmolLM2-135M that learns to use a tool in five minutes
     """
     for file in create(template, folder):
         typer.echo(file)
     for requirement in missing(template):
-        typer.echo(f"It needs: pip install {requirement}")
-    typer.echo(f"Begin with: python {folder / 'main.py'}")
+        typer.echo(f"Required: pip install {requirement}")
+    typer.echo(f"Start with: python {folder / 'main.py'}")
 
 
 @app.command(epilog="Example: tuner run config.yaml buffer.total_steps=10 name=first-try")
 def run(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train with the workflow and judge that the file names under `tuner:`, or on recorded data.
 
-    With `mode=explore` it only records rollouts.
+    With `mode=explore`, only records rollouts.
     """
     from tuner.tune import tune
 
@@ -596,19 +591,20 @@ def run(config: ConfigFile, overrides: Overrides = None) -> None:
 def distill_prompt(
     config: ConfigFile,
     prompt: Annotated[
-        str, typer.Option(metavar="TEXT|FILE", help="The system prompt, or a file that holds it.")
+        str,
+        typer.Option(metavar="TEXT|FILE", help="The system prompt, or a file that contains it."),
     ],
     overrides: Overrides = None,
 ) -> None:
-    """Train the model to behave without a system prompt as it does with it.
+    """Train the model to behave without a system prompt as it does with one.
 
     The same as `tuner run` with the algorithm prompt_distill and the prompt. Needs no judge.
     """
     try:
         text = Path(prompt).read_text(encoding="utf-8") if os.path.isfile(prompt) else prompt
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompt {prompt} is a file that cannot be read: {error}") from error
-    # In quotes and on one line it is text whatever it looks like, a reference included.
+        raise ConfigError(f"--prompt {prompt}: cannot read this file: {error}") from error
+    # Quoted and on one line, YAML reads it as text, even if it looks like a reference.
     quoted = yaml.safe_dump(text.replace("${", "\\${"), default_style='"', width=math.inf)
     settings = ["algorithm.algorithm_type=prompt_distill", f"tuner.algorithm.prompt={quoted}"]
     run(config, [*settings, *(overrides or [])])
@@ -654,18 +650,18 @@ def evaluate(
 
     All candidates get the same tasks and random numbers. The first one is the baseline: the others
     are compared with it task by task, so the interval of the difference is narrower than the
-    intervals of the two rewards suggest. Evaluations are greedy unless a set or --temperature says
-    otherwise.
+    intervals of the two rewards suggest. Evaluations are greedy unless a set or --temperature sets
+    a temperature.
 
     reward: the mean over the tasks of each task's mean, with a 95% interval (percentile bootstrap
-    over the tasks, fixed seed). With fewer than 20 tasks the interval is only a hint.
+    over the tasks, fixed seed). With fewer than 20 tasks the interval is only indicative.
 
     pass@k, pass^k: the chance that one, or all, of k rollouts of a task pass, by the unbiased
-    estimators. A rollout passes with a reward of at least tuner.pass_reward. A task with fewer than
-    k rewards is left out.
+    estimators. A rollout passes with a reward of at least tuner.pass_reward. Tasks with fewer than
+    k rewards are skipped.
 
-    A failed rollout has no reward and is in no mean; failures have their own row. The exit status
-    is 1 if no rollout has a reward.
+    Failed rollouts have no reward and do not count in any mean; they have a separate row. The exit
+    status is 1 if no rollout has a reward.
     """
     from tuner.tools.evaluate import evaluate
 
@@ -686,11 +682,11 @@ def evaluate(
 
 @app.command(epilog="Example: tuner doctor")
 def doctor(as_json: AsJson = False) -> None:
-    """Report the Python, GPU, libraries, extras, engines and backends that work here.
+    """Report if Python, the GPU, libraries, extras, engines and backends work here.
 
-    Prints the `pip install` that fixes each one that does not. `ok` works, `-` is not installed
-    and not needed, `!!` needs fixing; the exit status is then 1. It reads the metadata of packages
-    and asks nvidia-smi, and imports no library.
+    Prints a `pip install` command for each one that does not. `ok` works, `-` is not installed and
+    not required, `!!` must be fixed; the exit status is then 1. Reads only package metadata and
+    nvidia-smi, and imports no library.
     """
     from tuner.tools.doctor import examine
 
@@ -704,7 +700,9 @@ def doctor(as_json: AsJson = False) -> None:
 def export(
     source: Annotated[
         Path,
-        typer.Argument(metavar="RUN|CHECKPOINT", help="A checkpoint, or a run: its newest one."),
+        typer.Argument(
+            metavar="RUN|CHECKPOINT", help="A checkpoint, or a run (its newest checkpoint)."
+        ),
     ],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder.")],
     merge: Annotated[
@@ -723,17 +721,17 @@ def export(
 ) -> None:
     """Export a checkpoint to a folder that vLLM, SGLang and transformers load, with a model card.
 
-    The card, README.md, has the training data, settings, rewards before and after, versions, and
+    The card, README.md, lists the training data, settings, rewards before and after, versions, and
     how to load the model. An adapter stays an adapter unless --merge is given. --push uses the
-    token of `hf auth login` or HF_TOKEN; it refuses an adapter of a model that is only on this
-    machine. A checkpoint that does not match its manifest is refused.
+    token of `hf auth login` or HF_TOKEN; it rejects an adapter whose model is only on this machine.
+    A checkpoint that does not match its manifest is rejected.
 
     For GGUF, run llama.cpp's convert_hf_to_gguf.py on the exported folder (merged, for an adapter).
     """
     from tuner.tools.export import export
 
     where, address = export(source, folder, merge=merge, dtype=dtype, push=push, public=public)
-    typer.echo(f"{where} is ready: its README.md says how it is loaded")
+    typer.echo(f"{where} is ready: README.md there says how to load it")
     if address is not None:
         typer.echo(address)
 
@@ -763,7 +761,7 @@ def view(
         return
     from tuner.tools.viewer.web import serve
 
-    serve(run, port=port, announce=lambda link: typer.echo(f"{link}\nCtrl-C ends it."))
+    serve(run, port=port, announce=lambda link: typer.echo(f"{link}\nCtrl-C stops it."))
 
 
 @app.command(epilog="Example: tuner replay RUN --judge judges.py:strict --steps 10-20")
@@ -775,7 +773,7 @@ def replay(
         str | None, typer.Option(metavar="A-B", help="First and last step (default: all).")
     ] = None,
 ) -> None:
-    """Score a run's recorded rollouts with another judge; no model runs."""
+    """Score a run's recorded rollouts with another judge; loads no model."""
     from tuner.tasks.loading import load_function
     from tuner.tools.judging import parse_steps, replay
 
@@ -799,7 +797,7 @@ app.command(epilog="Example: tuner rerun RUN train-3-0-2 --until 4")(rerun)
 
 
 def main() -> None:
-    """Entry point; errors that are the user's to mend are printed without a traceback."""
+    """Entry point; errors that the user can fix are printed without a traceback."""
     try:
         sys.exit(
             app(prog_name="tuner", standalone_mode=False)
@@ -818,7 +816,7 @@ def main() -> None:
 
 
 def _removed(arguments: list[str]) -> str | None:
-    """Names the removed command or option among the arguments, and its replacement, if any."""
+    """A message if the arguments name a removed command or option, with its replacement."""
     for gone, instead in REMOVED.items():
         command, _, option = gone.partition(" ")
         given = [one.partition("=")[0] for one in arguments]

@@ -1,4 +1,4 @@
-"""The errors of `tuner`. Each says what was found, where, and what to do about it."""
+"""The errors of `tuner`. Each says what was found, where, and how to fix it."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 
 def pip_install(extra: str) -> str:
-    """The command that brings an extra: for the checkout, where this is one, else for the wheel."""
+    """The command that installs an extra: for the checkout, if this is one, else for the wheel."""
     if (_ROOT / "pyproject.toml").is_file():
         return f"pip install -e '{_ROOT}[{extra}]'"
     return f"pip install 'agentscope-tuner[{extra}]'"
@@ -25,7 +25,7 @@ class DatasetError(TunerError, ValueError):
 
 
 class FunctionError(TunerError, TypeError):
-    """The workflow or judge cannot be called, or returned something of the wrong type."""
+    """The workflow or judge cannot be called, or returned the wrong type."""
 
 
 class ModelLoadError(TunerError):
@@ -33,7 +33,7 @@ class ModelLoadError(TunerError):
 
 
 class MissingDependencyError(TunerError, ImportError):
-    """A library is not installed, or in a version that does not work; names the extra."""
+    """A library is missing, or has an unsupported version; names the extra."""
 
 
 class ContextLengthError(TunerError, ValueError):
@@ -45,7 +45,7 @@ class RewardError(TunerError, RuntimeError):
 
 
 class ProgramError(TunerError, RuntimeError):
-    """A program failed, or was ended at a limit."""
+    """A program failed, or was stopped at a limit."""
 
 
 class SandboxError(ProgramError):
@@ -53,27 +53,27 @@ class SandboxError(ProgramError):
 
 
 class RewardTimeout(RewardError):
-    """A reward function took longer than it may. The rollout is a `judge_timeout`."""
+    """A reward function exceeded its time limit. The rollout is a `judge_timeout`."""
 
 
 class ProofError(TunerError, ValueError):
-    """No proof can be had: of such a plan, or rewards outside of it."""
+    """A proof is not possible: with this plan, or with rewards outside its range."""
 
 
 class TrainingError(TunerError, RuntimeError):
-    """Training cannot go on; the message is the diagnosis."""
+    """Training cannot continue; the message is the diagnosis."""
 
 
 class WorkerError(TunerError, RuntimeError):
-    """No process can be had that the workflow and the judge would run in (`tuner.workers`)."""
+    """A worker process for the workflow and the judge cannot be started (`tuner.workers`)."""
 
 
 class ServingError(TunerError, RuntimeError):
-    """A server of `tuner serve` refused a request of a client, or could not be reached.
+    """A server of `tuner serve` rejected a request, or could not be reached.
 
     Attributes:
-        message: The sentence for a person; the server's, where it answered.
-        status: HTTP status; None where no answer came, or nothing was asked.
+        message: The sentence for a person; the server's, if it answered.
+        status: HTTP status; None if there was no answer or no request.
         code: A word for programs ("unreachable", "invalid_api_key"), or None.
     """
 

@@ -1,20 +1,20 @@
-"""The loop on one machine, top to bottom: take, train, publish, record.
+"""The training loop on one machine: take, train, publish, record.
 
     for each step:
         found = take(step)                                      rollouts, or rows of recorded data
         scored = compute_ref_logp(compute_advantages(batch))
         metrics = ppo_update(scored)                            the weights change
         step_lr_scheduler()
-        publish                                                 the engine goes on with them
+        publish                                                 the engine continues with them
         evaluate, log, save, diagnose
 
-A step that is interrupted at any point is taken up from what is on disk: the last checkpoint, and
-the traces of the steps after it. Recorded traces are trained again without generating, so no
-rollout that ended is lost and `save_interval` only decides how much training is repeated. A run
-that goes on from the samples of another (`tuner.runs.rebased`) trains them in the same way.
+A step that is interrupted at any point is resumed from disk: from the last checkpoint, and the
+traces of the steps after it. Recorded traces are trained again without generating, so no finished
+rollout is lost, and `save_interval` only decides how much training is repeated. A run that
+continues from the samples of another (`tuner.runs.rebased`) trains them in the same way.
 
-With `synchronizer.sync_offset` collection runs ahead: training is in a thread, the engine has
-weights of its own, and `tuner.rollouts.groups` says what is begun when and what a step takes.
+With `synchronizer.sync_offset` collection runs ahead: training is in a thread, the engine has its
+own weights, and `tuner.rollouts.groups` decides when rollouts begin and which ones a step uses.
 """
 
 from __future__ import annotations
@@ -82,23 +82,17 @@ def run_local(
     history: History | None = None,
     report: Report = lambda directory, stopped: None,
 ) -> TuneResult:
-    """Train until `total_steps`, or go on with a run that was interrupted.
+    """Train until `total_steps`, or resume an interrupted run.
 
-    Must be called where no event loop is running.
+    Must be called outside of an event loop.
 
     Args:
         config: The effective configuration.
-        workflow, judge: The user's functions; without a workflow nothing is rolled out.
+        workflow, judge: The user's functions; without a workflow there are no rollouts.
         train_tasks: Tasks, or with `mode: train` the rows of the recorded data.
         eval_tasks: Rows of each evaluation set, by its name.
-        history: Rollouts that were recorded before, in the place of `train_tasks`.
-        report: Leaves a report of the run however it ends.
-
-    Raises:
-        TrainingError: Nothing could be learned, or training failed; the message is the diagnosis.
-        FunctionError: A function returned something of the wrong type.
-        ConfigError: The run directory holds a run with other settings or data, or one that runs.
-        DatasetError: A row of recorded data is not what the configuration says.
+        history: Recorded rollouts, in place of `train_tasks`.
+        report: Writes a report of the run however it ends.
     """
     data = training_data(config, train_tasks, history)
     total_steps = planned_steps(config, units(data))
@@ -122,7 +116,7 @@ async def _run(
     data: Data,
     eval_tasks: Mapping[str, Sequence[Task]],
 ) -> TuneResult:
-    """One run, from its last checkpoint to its last step: its parts, opened and closed."""
+    """One run, from its last checkpoint to its last step: opens and closes its parts."""
     stack = build_stack(
         config,
         workflow=workflow,
@@ -140,7 +134,7 @@ async def _run(
         with record.console, ThreadPoolExecutor(1, "tuner-training") as thread:
             rollouts = None
             if stack.runner is not None:
-                # One after the other the global random states belong to one.
+                # In sequence, so that the global random states belong to one at a time.
                 alone = config.tuner.deterministic
                 rollouts = Rollouts(
                     stack.runner,
@@ -173,7 +167,7 @@ async def _run(
         if source is not None:
             await source.close()
         try:
-            record.close()  # may have something left to write, for which there is no room
+            record.close()  # may have something left to write, but no disk space
         finally:
             await stack.aclose()
 
@@ -187,21 +181,17 @@ async def _steps(
     evaluate: Callable[[int], Awaitable[dict[str, float]]],
     thread: ThreadPoolExecutor,
 ) -> None:
-    """The loop; what would keep generation waiting is done in `thread`.
-
-    Raises:
-        TrainingError: There is nothing to learn, or training failed.
-    """
+    """The loop; work that would block generation runs in `thread`."""
     timeline = record.timeline
 
     async def aside(work: Callable[[], T]) -> T:
-        """The result of `work`, in the thread where generation goes on meanwhile."""
+        """The result of `work`, run in the thread while generation continues."""
         if stack.shares_weights:
             return work()
         return await asyncio.get_running_loop().run_in_executor(thread, work)
 
     async def measured(step: int) -> dict[str, float]:
-        """How good the weights are: evaluations, and the loss of what is held out."""
+        """Metrics of the weights: evaluations, and the loss of the held-out data."""
         metrics = await evaluate(step)
         if config.tuner.history is None:
             return metrics
@@ -209,14 +199,14 @@ async def _steps(
             return metrics | await aside(partial(source.held_out, trainer))
 
     def whole(started: float) -> dict[str, float]:
-        """Seconds of a step that ends now, and of CPU that workers took meanwhile."""
+        """Seconds of a step that ends now, and CPU seconds of workers during it."""
         seconds = {"time/step": time.perf_counter() - started}
         if stack.workers is not None:
             seconds["time/workers_cpu"] = stack.workers.cpu_since()
         return seconds
 
     async def weigh(batch: Batch) -> Effective:
-        """What samples of another run's weights are worth to the trainer's."""
+        """Effective sample size of another run's samples for the trainer's weights."""
         async with stack.training():
             return await aside(partial(effective_samples, trainer, batch))
 
@@ -244,7 +234,7 @@ async def _steps(
                 with timeline.span("training", version=trainer.step + 1):
                     try:
                         changed = await aside(partial(update, trainer, found.batch, found.worth))
-                    except TooFewEffective:  # what was learned until here is kept
+                    except TooFewEffective:  # the training so far is kept
                         if step > record.start + 1:
                             await aside(partial(record.save, step - 1, trainer, stack.save_weights))
                         raise
@@ -269,7 +259,7 @@ async def _steps(
         reason = None
         if record.ended_early is None:
             reason = source.diagnosis(without_update=last and not trainer.step)
-        saves = config.mode != "explore"  # else the weights are those that it began with
+        saves = config.mode != "explore"  # otherwise the weights are the initial ones
         kept = saves and reason is not None and record.signal.learned
         if kept or (saves and (last or is_due(step, config.trainer.save_interval))):
             with timeline.span("checkpoint", step=step):
@@ -283,10 +273,10 @@ async def _steps(
 def update(
     trainer: PolicyTrainer, batch: Batch | RecordedBatch, worth: Effective | None = None
 ) -> dict[str, float]:
-    """What the trainer does with a batch of rollouts, or of recorded data.
+    """Train a batch of rollouts, or of recorded data.
 
     Args:
-        worth: What the rollouts are worth to the weights, where that was asked before.
+        worth: The rollouts' effective sample size, if it was computed before.
     """
     if isinstance(batch, RecordedBatch):
         metrics = recorded_update(trainer, batch)
@@ -294,7 +284,7 @@ def update(
         metrics = off_policy_update(trainer, batch)
     else:
         scored = trainer.compute_ref_logp(trainer.compute_advantages(batch))
-        if worth is not None:  # which took the forward pass that the update needs
+        if worth is not None:  # which did the forward pass that the update needs
             scored = replace(scored, proximal=worth.logp)
         metrics = trainer.ppo_update(scored)
     trainer.step_lr_scheduler()
@@ -308,7 +298,7 @@ async def _evaluate(
     tasks: Mapping[str, Sequence[Task]],
     step: int,
 ) -> dict[str, float]:
-    """The metrics of each evaluation set, whose rollouts are not trained; none without sets."""
+    """The metrics of each evaluation set, whose rollouts are not trained; empty without sets."""
     if not tasks:
         return {}
     assert rollouts is not None, "prepare() lets no evaluation be without a workflow"
@@ -332,14 +322,15 @@ async def evaluate_set(
     *,
     step: int,
 ) -> list[Trace]:
-    """Every attempt at the rollouts of an evaluation set, of each task as many as it says.
+    """Every attempt at the rollouts of an evaluation set, with the set's number of rollouts per
+    task.
 
     Args:
         config: The effective configuration, which has a set of this name.
         tasks: Its rows.
-        rollouts: Runs them; what its store has of this step is not run again.
-        console: Is told of what begins and ends.
-        step: The step that it is done after.
+        rollouts: Runs them; rollouts of this step in its store are not run again.
+        console: Gets the start and the end of rollouts.
+        step: The step before the evaluation.
     """
     taskset = next(t for t in config.buffer.explorer_input.eval_tasksets if t.name == name)
     plan = StepPlan(
@@ -360,7 +351,7 @@ async def evaluate_set(
 
 @contextmanager
 def deterministic_torch(enabled: bool) -> Iterator[None]:
-    """While the block runs, torch refuses operations whose result may differ between runs."""
+    """While the block runs, torch rejects operations whose result may differ between runs."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(before or enabled)
     try:

@@ -7,8 +7,8 @@
     async def test_refund(replayed):
         await replayed(workflow, "refund")
 
-The agent asks what it asked when the rollout was recorded and gets what it got then; the test fails
-with a diff where a request or the answer is another one. `docs/testing_agents.md` is about it.
+The agent must make the recorded requests, and gets the recorded answers; the test fails with a diff
+if a request or the agent's answer differs. See `docs/testing_agents.md`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _RECORDED = pytest.StashKey[list[str]]()
 
 
 def __getattr__(name: str) -> Any:
-    if name == "save_rollouts":  # it imports PyTorch, which tests do without
+    if name == "save_rollouts":  # it imports PyTorch, which tests do not need
         from tuner.tools.recorded_run import save_rollouts
 
         return save_rollouts
@@ -52,11 +52,11 @@ def recorded_rollouts(path: str | Path, *names: str) -> list[Any]:
     """The rollouts of a file for `pytest.mark.parametrize`, each under its name.
 
     Args:
-        path: The file, from the current folder.
-        names: Which of them, in this order; none given: all.
+        path: The file, relative to the current folder.
+        names: The rollouts, in this order; all by default.
 
     Raises:
-        TunerError: The file is not there, is empty or has no rollout of a name.
+        TunerError: The file is missing, is empty or has no rollout of a name.
     """
     known = read_rollouts(path)
     missing = [name for name in names if name not in known]
@@ -77,14 +77,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--record-key-env",
         metavar="VARIABLE",
-        help="Environment variable with its API key; none is sent where this is not given.",
+        help="Environment variable with its API key; without this option no key is sent.",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     url, name = config.getoption("--record-rollouts"), config.getoption("--record-model")
     if (url is None) != (name is None):
-        raise pytest.UsageError("--record-rollouts URL and --record-model NAME go together")
+        raise pytest.UsageError("--record-rollouts URL needs --record-model NAME, and vice versa")
     if url is not None and os.environ.get("PYTEST_XDIST_WORKER"):
         raise pytest.UsageError("--record-rollouts writes files: run it in one process, without -n")
     config.stash[_RECORDED] = []
@@ -97,9 +97,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.fixture
 def rollouts_file(request: pytest.FixtureRequest) -> Path:
-    """The file with the rollouts of a test: `test_agent.rollouts.jsonl` beside `test_agent.py`.
+    """The file with the rollouts of a test: `test_agent.rollouts.jsonl` next to `test_agent.py`.
 
-    Define a fixture of this name to have them elsewhere.
+    Define a fixture of this name to use another file.
     """
     return request.path.with_suffix(".rollouts.jsonl")
 
@@ -117,13 +117,13 @@ def replayed(request: pytest.FixtureRequest, rollouts_file: Path) -> Replayed:
 
 @dataclass
 class Replayed:
-    """Runs an agent against a recorded rollout, and compares. The fixture `replayed` gives one.
+    """Runs an agent against a recorded rollout, and compares. The fixture `replayed` provides one.
 
     Args:
         path: The file with the rollouts.
-        test: The test's name, which the rollout has where none is given.
-        recorder: Who records what is missing; None: nobody.
-        said: Where it is noted that something was recorded.
+        test: The test's name, the default name of its rollout.
+        recorder: Records missing rollouts; None: a missing rollout fails.
+        said: Gets a message for each recording.
     """
 
     path: Path
@@ -140,20 +140,20 @@ class Replayed:
         auxiliary_models: Mapping[str, Any] | None = None,
         seconds: float | None = 60.0,
     ) -> Any:
-        """The test fails if the agent asks for something else than was recorded, or ends with
-        another answer. What it raises otherwise is raised here.
+        """Run the agent. The test fails if a request differs from the recorded one, or the answer
+        does. Other exceptions of the agent are raised here.
 
         Args:
-            workflow: The agent, as for `tuner.tune`: `(task, model)`, async or plain, with
-                `auxiliary_models` and `logger` where it likes. May return anything.
-            rollout: One of `recorded_rollouts`, or the name of one of the file; None: the test's.
-            task: What the agent works on. Needed to record; else it is the recorded one, and must
-                not be another.
-            auxiliary_models: What the agent gets as such; they are not recorded.
-            seconds: What it may take; None: any.
+            workflow: The agent, like for `tuner.tune`: `(task, model)`, async or plain, optionally
+                with `auxiliary_models` and `logger`. May return anything.
+            rollout: One of `recorded_rollouts`, or the name of one in the file; None: the test's.
+            task: The agent's task. Required for recording; else the recorded one is used, and this
+                must equal it.
+            auxiliary_models: The agent's auxiliary models; they are not recorded.
+            seconds: Time limit; None: no limit.
 
         Returns:
-            What the workflow returned.
+            The workflow's result.
         """
         name = rollout.name if isinstance(rollout, SavedRollout) else rollout or self.test
         given = _Given(workflow, dict(auxiliary_models or {}), seconds)
@@ -169,7 +169,7 @@ class Replayed:
                 pytrace=False,
             )
         if task is None:
-            pytest.fail(f"the rollout {name!r} is to be recorded: pass its task", pytrace=False)
+            pytest.fail(f"the rollout {name!r} is missing: pass its task to record", pytrace=False)
         saved, returned = await self.recorder.record(name, dict(task), given)
         write_rollouts(self.path, [saved])
         self.said.append(f"{name!r} in {self.path}: {len(saved.trace.calls)} calls")
@@ -178,14 +178,14 @@ class Replayed:
 
 @dataclass(frozen=True)
 class _Given:
-    """What a test gives besides the rollout; fields as the arguments of `Replayed`."""
+    """A test's arguments in addition to the rollout; fields like the arguments of `Replayed`."""
 
     workflow: Callable[..., Any]
     auxiliary_models: dict[str, Any]
     seconds: float | None
 
     async def returned(self, session: Session, task: dict[str, Any]) -> Any:
-        """What the workflow returns, in a session."""
+        """The workflow's result, in a session."""
         from tuner.rollouts.chat_models import chat_model, default_kind
         from tuner.tasks.functions import TaskRow, call_function
 
@@ -247,7 +247,7 @@ async def _replay(saved: SavedRollout, task: Mapping[str, Any] | None, given: _G
 
 
 def _fail_at(saved: SavedRollout, left: Divergence, error: Exception | None) -> NoReturn:
-    """Fail with what differs; outside of `except`, so that pytest shows nothing else."""
+    """Fail with the difference; outside of `except`, so that pytest shows nothing else."""
     from tuner.gateway.request_diff import difference_of
     from tuner.tasks.functions import raised_in
 
@@ -262,7 +262,7 @@ def _compare(saved: SavedRollout, returned: Any) -> None:
 
     lines = difference_of_texts(saved.trace.response, _answer(returned))
     if lines:
-        head = f"the agent asks what it asked in {saved.name!r}, and its answer is another one"
+        head = f"the agent makes the requests of {saved.name!r}, but its answer differs"
         _fail("\n".join([head, *lines]))
 
 
@@ -271,7 +271,7 @@ def _fail(text: str) -> NoReturn:
 
 
 def _answer(returned: Any) -> str:
-    """What a workflow returned, as its trace has it."""
+    """A workflow's result, in the form of its trace."""
     from tuner.tasks.functions import response_text
 
     is_output = type(returned).__name__ == "WorkflowOutput" and hasattr(returned, "response")
@@ -283,7 +283,7 @@ class _Recorder:
     """Records rollouts of a model behind a URL.
 
     Attributes:
-        url, model: Where, and its name there.
+        url, model: The server, and its name of the model.
         key_env: The environment variable that holds the API key, or None.
     """
 
@@ -294,7 +294,7 @@ class _Recorder:
     async def record(
         self, name: str, task: dict[str, Any], given: _Given
     ) -> tuple[SavedRollout, Any]:
-        """A new rollout, and what the workflow returned."""
+        """Record a rollout; returns it with the workflow's result."""
         from tuner.config import RemoteModel
         from tuner.gateway.relay import Relay
         from tuner.rollouts.chat_models import remote_client
@@ -307,7 +307,7 @@ class _Recorder:
             returned = await given.returned(session, dict(task))
             calls = session.seal()
         if not calls:
-            _fail(f"the rollout {name!r} has no calls: the agent asked `model` for nothing")
+            _fail(f"the rollout {name!r} has no calls: the agent sent no request to `model`")
         trace = Trace(
             RolloutId(0, 0, 0, "recorded"),
             _plain(task),
@@ -322,10 +322,10 @@ class _Recorder:
 
 
 def _plain(task: Mapping[str, Any]) -> dict[str, Any]:
-    """A task as a file has it."""
+    """A task in the form of a file."""
     plain: dict[str, Any] = json.loads(trace_line(dict(task)))
     return plain
 
 
 def _known(rollouts: Mapping[str, SavedRollout]) -> str:
-    return f"it has {', '.join(map(repr, rollouts))}" if rollouts else "there is none in it"
+    return f"it has {', '.join(map(repr, rollouts))}" if rollouts else "it is empty"

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tuner")
 
 _PACKAGE = Path(__file__).resolve().parent
-# Inside the package where a wheel was installed, beside it in a checkout.
+# Inside the package in an installed wheel, next to it in a checkout.
 TINY_MODEL = (_PACKAGE if (_PACKAGE / "models").is_dir() else _PACKAGE.parent) / "models/tiny_math"
 
 
@@ -45,10 +45,10 @@ class Run:
 
     Attributes:
         config: The effective configuration.
-        workflow, judge: The user's functions; no workflow where nothing is rolled out.
+        workflow, judge: The user's functions; the workflow is None if no rollouts are made.
         train_tasks: Tasks, or with `mode: train` rows of recorded data.
         eval_tasks: Rows of each evaluation set, by its name in the configuration.
-        history: With `tuner.history` what was recorded before, in the place of `train_tasks`.
+        history: With `tuner.history`, the recorded rollouts that replace `train_tasks`.
     """
 
     config: RunConfig
@@ -79,40 +79,40 @@ def tune(
 ) -> TuneResult:
     """Train the model inside an agent.
 
-    What is set here wins over the file, and `overrides` win over both; a field that is not set
+    Arguments take precedence over the file, and `overrides` over both; a field that is not set
     changes nothing. Also works inside a running event loop, as in a notebook.
 
     Args:
         workflow_func: Runs the agent on one task: `(task, model, auxiliary_models, logger)`, the
-            last two optional; returns a `WorkflowOutput`. None only where recorded data is trained
-            (sft, dpo, `tuner.history`), where it is for evaluations.
+            last two optional; returns a `WorkflowOutput`. May be None only if recorded data is
+            trained (sft, dpo, `tuner.history`), and then serves evaluations.
         judge_func: Scores the response: `(task, response, auxiliary_models, logger)`, the last two
             optional; returns a `JudgeOutput`. None: the workflow gives the reward.
         train_dataset: A `Dataset`, a `datasets.Dataset`, a list of dicts or a path. None: the
             file's `buffer.explorer_input.taskset`, or for recorded data its
-            `buffer.trainer_input.experience_buffer`. A list of `tuner.traces.Trace` is learned from
+            `buffer.trainer_input.experience_buffer`. A list of `tuner.traces.Trace` is trained on
             without new rollouts, as with `tuner.history`.
-        environment: In the place of these three: a `tuner.environments.Environment`, or an object
-            of a library that it knows. A dataset that is given besides, or named by the file, wins
-            over the environment's. It is closed however the run ends.
+        environment: Replaces these three: a `tuner.environments.Environment`, or an object of a
+            supported library. A dataset passed here or named by the file takes precedence over the
+            environment's. It is closed when the run ends, also after an error.
         eval_dataset: One dataset or a dict of them by name; replaces the file's. One dataset is
-            named "eval", or as the only one in the file.
-        model: The model to train. None: the file's, else the tiny model that comes with tuner.
-        auxiliary_models: Frozen models by name: a `TunerModelConfig` to be served here, or a
+            named "eval", or like the only one in the file.
+        model: The model to train. None: the file's, else the tiny model included with tuner.
+        auxiliary_models: Frozen models by name: a `TunerModelConfig` to serve here, or a
             `RemoteModel` (or its fields as a dict) behind an OpenAI-compatible URL.
         algorithm: Settings of the algorithm.
         project_name: Folder of related runs.
-        experiment_name: Name of the run; a run of this name that was interrupted goes on.
+        experiment_name: Name of the run; an interrupted run of this name is resumed.
         monitor_type: tensorboard, wandb, mlflow, swanlab, or several.
-        config_path: YAML file in Trinity-RFT's form.
+        config_path: YAML file with Trinity-RFT's keys.
         backend: "auto", "local" or "trinity".
         overrides: `key=value` strings with the file's keys, as on the command line.
 
     Returns:
-        Rewards before and after, counts of everything that happened, and where things are.
+        Rewards before and after, counts of events, and the paths of the results.
 
     Raises:
-        FunctionError: A function cannot be called or returned something of the wrong type.
+        FunctionError: A function cannot be called, or returned the wrong type.
         ConfigError: A setting is unknown, unsupported, of the wrong type or in conflict.
         DatasetError: A dataset is missing, empty or smaller than one batch.
         TrainingError: Training failed; the message is the diagnosis.
@@ -164,11 +164,11 @@ def _tuned(parts: Parts) -> TuneResult:
 
 
 def leave_report(directory: RunDirectory, stopped: str | None) -> Path | None:
-    """Write `report.html`. The run has ended by now: whatever goes wrong here is only said.
+    """Write `report.html` after the run has ended; errors are only logged.
 
     Args:
-        directory: The run's.
-        stopped: Why it stopped before its end; None where it did not.
+        directory: The run directory.
+        stopped: Why the run stopped early, or None.
     """
     from tuner.tools.viewer import write_report
 
@@ -190,9 +190,9 @@ def prepare(
     train_dataset: Any = None,
     **given: Unpack[Given],
 ) -> Run:
-    """Everything that `tune()` does before the local backend starts: check, resolve, read.
+    """Do everything that `tune()` does before the local backend starts: check, resolve, read.
 
-    Takes and raises what `tune()` does; a configuration for another backend is a ConfigError.
+    Takes and raises the same as `tune()`; a configuration for another backend is a ConfigError.
     """
     parts = _parts(workflow_func, judge_func, train_dataset, given)
     with parts.closing(unless_well=True):
@@ -200,7 +200,7 @@ def prepare(
         if layers.backend == "trinity":
             raise ConfigError(
                 "this configuration is for Trinity-RFT on Ray, and prepare() is for the local "
-                "backend: set tuner.backend to local, or use `tuner check`, which knows both"
+                "backend: set tuner.backend to local, or use `tuner check`, which supports both"
             )
         return _prepared(layers, parts)
 
@@ -210,12 +210,9 @@ def prepare_evaluation(
     judge_func: Callable[..., Any] | None = None,
     **given: Unpack[Given],
 ) -> Run:
-    """What `tuner.evaluate()` runs: as `prepare()`, but there need be nothing to train on.
+    """Prepare an evaluation, like `prepare()` without training data.
 
-    Raises:
-        FunctionError: There is no workflow, or a function cannot be called.
-        ConfigError: As `tune()`, or the configuration is for another backend.
-        DatasetError: There is nothing to evaluate on, or it cannot be read.
+    Raises DatasetError if there is nothing to evaluate on.
     """
     parts = _parts(workflow_func, judge_func, None, given)
     with parts.closing(unless_well=True):
@@ -223,41 +220,35 @@ def prepare_evaluation(
 
 
 def evaluation_of(parts: Parts) -> Run:
-    """As `prepare_evaluation()`, of what was given."""
+    """Prepare an evaluation from parts; see `prepare_evaluation()`."""
     layers = _resolved(replace(parts, train_dataset=None))
     if layers.backend == "trinity":
         raise ConfigError(
-            "this configuration is for Trinity-RFT on Ray, and evaluations are run by the local "
-            "backend: set tuner.backend to local, or `mode: bench`, which evaluates there"
+            "this configuration is for Trinity-RFT on Ray, and evaluations run on the local "
+            "backend: set tuner.backend to local, or evaluate on Ray with `mode: bench`"
         )
     config = with_default_model(checked(layers))
     require_model_libraries(config)
     if parts.workflow is None:
-        raise FunctionError("there is no workflow to evaluate with: pass workflow_func")
+        raise FunctionError("no workflow to evaluate with: pass workflow_func")
     check_settings(parts.workflow, config)
     _check_feedback(config, parts.workflow, parts.judge)
     tasks = evaluation_tasks(config, parts.given.get("eval_dataset"))
     if not tasks:
         raise DatasetError(
-            "there is nothing to evaluate on: pass eval_dataset, or set "
-            "buffer.explorer_input.eval_tasksets"
+            "nothing to evaluate on: pass eval_dataset, or set buffer.explorer_input.eval_tasksets"
         )
     return Run(config, parts.workflow, parts.judge, [], tasks)
 
 
 def _resolved(parts: Parts) -> Layers:
-    """What was given, with the file and the overrides: the configuration, and who runs it.
-
-    Raises:
-        FunctionError: A function cannot be called with what it would get.
-        ConfigError: An object has a setting that is of no use, or the file cannot be read.
-    """
+    """Check the functions, and combine arguments, file and overrides into a configuration."""
     train, given = parts.train_dataset, parts.given
     if parts.workflow is not None:
         check_workflow_function(parts.workflow)
     if parts.judge is not None:
         check_judge_function(parts.judge)
-    # The judge of an environment that the file names is not named beside it.
+    # If the file names an environment, its judge is not stored as well.
     named = parts.environment is not None and parts.environment.named
     return read_layers(
         given.get("config_path"),
@@ -292,44 +283,37 @@ def _check_functions_are_there(
     *,
     brought: bool,
 ) -> None:
-    """Without a workflow nothing can be rolled out, for training or for an evaluation.
+    """Raise FunctionError if a workflow is needed but missing, or there are two.
 
-    Args:
-        brought: Whether an environment brings them.
-
-    Raises:
-        FunctionError: It is missing where it is needed, or there are two.
+    `brought` is True if an environment provides the functions.
     """
     named = config.tuner.environment
     if workflow is not None and named is not None and config.tuner.agent is None and not brought:
         raise FunctionError(
-            "workflow_func is given, and the file's tuner.environment brings another: leave it "
-            "out, or set tuner.environment to null"
+            "workflow_func is given, but the file's tuner.environment has another workflow: omit "
+            "workflow_func, or set tuner.environment to null"
         )
     if workflow is not None:
         return
     if config.mode != "train":
         raise FunctionError(
-            f"there is no workflow, but algorithm.algorithm_type {config.algorithm.algorithm_type} "
+            f"no workflow is given, but algorithm.algorithm_type {config.algorithm.algorithm_type} "
             "trains on its rollouts: pass workflow_func, or set algorithm_type to sft or dpo to "
             "train on recorded data"
         )
     if config.buffer.explorer_input.eval_tasksets:
         raise FunctionError(
             "there are evaluation sets (eval_dataset, buffer.explorer_input.eval_tasksets) but no "
-            "workflow to evaluate with: pass workflow_func, or leave them out"
+            "workflow to evaluate with: pass workflow_func, or remove them"
         )
     if judge is not None:
-        raise FunctionError("there is a judge, but no workflow to judge: pass workflow_func too")
+        raise FunctionError("a judge is given without a workflow to judge: pass workflow_func too")
 
 
 def _check_feedback(
     config: RunConfig, workflow: Callable[..., Any] | None, judge: Callable[..., Any] | None
 ) -> None:
-    """
-    Raises:
-        FunctionError: `tuner.feedback_attempts` is set, and nobody gives feedback, or gets it.
-    """
+    """Raise FunctionError if `tuner.feedback_attempts` is set but not usable."""
     attempts = config.tuner.feedback_attempts
     if not attempts or workflow is None:
         return
@@ -337,21 +321,20 @@ def _check_feedback(
     if judge is None or judges_groups(judge):
         alone = "there is no judge" if judge is None else "the judge takes whole groups"
         raise FunctionError(
-            f"{found}, and {alone}: pass a judge of single responses that returns "
-            "JudgeOutput(feedback=...), or leave it out"
+            f"{found}, but {alone}: pass a judge of single responses that returns "
+            "JudgeOutput(feedback=...), or remove the setting"
         )
     if not names(workflow, "feedback"):
         raise FunctionError(
-            f"{found}, and {where(workflow)} takes no feedback: add the parameter `feedback` (None "
-            "at the first attempt), or leave the setting out"
+            f"{found}, but {where(workflow)} takes no feedback: add the parameter `feedback` (None "
+            "in the first attempt), or remove the setting"
         )
 
 
 def with_default_model(config: RunConfig) -> RunConfig:
-    """The configuration with tuner's own tiny model where no model is named.
+    """The configuration, with tuner's tiny model if it names none.
 
-    Raises:
-        ConfigError: The tiny model is not here either.
+    Raises ConfigError if the tiny model is missing.
     """
     if config.model.model_path:
         return config

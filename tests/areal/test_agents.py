@@ -138,7 +138,7 @@ async def test_a_choice_can_be_rewarded_by_its_own_id(run):
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        ("good", r"returned 'good' \(str\); it returns a number"),
+        ("good", r"returned 'good' \(str\); it must return a number"),
         (float("nan"), "reward nan: give a finite number"),
         ({}, "returned no rewards; the calls it made are chatcmpl-"),
         ({"chatcmpl-1": 1.0}, "returned rewards of chatcmpl-1; the calls it made are chatcmpl-"),
@@ -172,7 +172,7 @@ async def test_an_agent_that_raises_or_hangs_is_a_typed_outcome(run):
         ("tests.areal.test_agents:Nobody", {}, ConfigError, "has no function 'Nobody'"),
         ("nowhere.Agent", {}, ConfigError, "importing nowhere failed"),
         (Conversation, {"turns": 2}, ConfigError, "does not take the arguments turns"),
-        (MyAgent(), {"reward": 2}, ConfigError, "is made already"),
+        (MyAgent(), {"reward": 2}, ConfigError, "is an instance"),
         (object(), {}, FunctionError, "has no run"),
         (type("Odd", (), {"run": lambda self: 1})(), {}, FunctionError, "takes no `data`"),
     ],

@@ -49,7 +49,7 @@ def test_a_batch_that_may_not_be_begun_says_why(make_loop):
     _, rollout = make_loop()
     loader = StatefulDataLoader(ROWS, 2)
     rollout.prepare_batch(loader, Random(), group_size=2)
-    with pytest.raises(TrainingError, match=r"no group may be begun: .* max_head_offpolicyness"):
+    with pytest.raises(TrainingError, match=r"no group may be started: .* max_head_offpolicyness"):
         rollout.prepare_batch(loader, Random(), group_size=2)
 
 

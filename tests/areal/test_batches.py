@@ -139,7 +139,7 @@ def test_workflow_functions_and_their_rewards_of_calls_become_trajectories(make_
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda b: b.pop("group_ids"), "has no group_ids; batches come from"),
+        (lambda b: b.pop("group_ids"), "has no group_ids; use batches from"),
         (lambda b: b.update(prox_logp=b["logprobs"][:, 1:]), "prox_logp has the shape"),
         (lambda b: b.update(loss_mask=torch.ones_like(b["loss_mask"])), "a token is trained once"),
         (lambda b: b.pop("advantages"), "call actor.compute_advantages"),

@@ -42,7 +42,11 @@ async def hanging():
     ("fault", "outcome", "error"),
     [
         (raising, "workflow_error", "ConnectionError: the simulator is gone"),
-        (two_values, "workflow_error", "Faulty.step returned (None, 1.0); it returns (observation"),
+        (
+            two_values,
+            "workflow_error",
+            "Faulty.step returned (None, 1.0); it must return (observation",
+        ),
         (hanging, "timeout", "no result within 60 s"),
     ],
 )
@@ -58,7 +62,7 @@ async def test_reset_must_return_two_values(run):
             return None
 
     (trace,) = await run(QueueWorkflow(Once(), Old), TASK)
-    assert "Old.reset returned None; it returns (observation, info)" in trace.error
+    assert "Old.reset returned None; it must return (observation, info)" in trace.error
 
 
 async def test_an_environment_is_used_again_unless_its_episode_failed(run):

@@ -20,7 +20,7 @@ FAULTS = {
     0: ("judge_error", "the process of die died with exit code -9"),
     1: ("judge_timeout", "judge timed out: hang took more than 0.2 s"),
     2: ("workflow_error", "ConnectionError: the simulator is gone"),
-    3: ("workflow_error", "Env.step returned (None, 1.0); it returns"),
+    3: ("workflow_error", "Env.step returned (None, 1.0); it must return"),
     4: ("timeout", f"no result within {SECONDS:g} s"),
 }
 

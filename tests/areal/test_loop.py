@@ -122,7 +122,7 @@ def test_a_programs_mistake_comes_out_of_the_verb(make_loop):
     _, rollout = make_loop()
     with pytest.raises(FunctionError, match="train the same call"):
         rollout.rollout_batch(ROWS[:2], Twice(0, 1), group_size=2)
-    with pytest.raises(FunctionError, match="is no workflow"):
+    with pytest.raises(FunctionError, match="is not a workflow"):
         rollout.rollout_batch(ROWS[:2], object())
 
 
@@ -133,7 +133,7 @@ def test_a_workflow_may_not_wait_for_workflows(make_loop):
         async def arun_episode(self, engine, data):
             rollout.rollout_batch(ROWS[:1], Random(), group_size=2)
 
-    with pytest.raises(TrainingError, match="a workflow called a verb of the training loop"):
+    with pytest.raises(TrainingError, match="a workflow called a function of the training loop"):
         rollout.rollout_batch(ROWS[:1], Nested(), group_size=2)
 
 
@@ -177,5 +177,5 @@ def test_a_run_of_the_yaml_can_be_looped_too(random_model_path):
 )
 def test_settings_without_effect_here_are_refused(setting):
     config = GRPOConfig(gconfig=GCONFIG, tuner={"tuner": setting})
-    with pytest.raises(ConfigError, match=r"the loop in the open"):
+    with pytest.raises(ConfigError, match=r"an explicit training loop"):
         RolloutEngine(config.rollout).initialize()

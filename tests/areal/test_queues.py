@@ -166,7 +166,7 @@ async def test_an_answer_that_fails_ends_the_episode_instead_of_letting_it_wait(
             "_mask .* 6 entries",
         ),
         (lambda s: s.seqlens.update(packed_logprobs=[[5]]), "has 6 entries, .* add up to 5"),
-        (lambda s: s.seqlens.update(rewards=[[1], [1]]), "it is of one prompt"),
+        (lambda s: s.seqlens.update(rewards=[[1], [1]]), "it must have one prompt"),
         (
             lambda s: (s.seqlens.update(rewards=[[1, 1]]), s.data.update(rewards=torch.ones(2))),
             "1 of packed_logprobs and 2 rewards",
@@ -176,7 +176,7 @@ async def test_an_answer_that_fails_ends_the_episode_instead_of_letting_it_wait(
                 s.seqlens.update(packed_logprobs=[[7]]),
                 s.data.update(packed_logprobs=torch.zeros(7)),
             ),
-            "packed_input_ids 7, prompt_mask 7, packed_logprobs 7; they are L, L and L - 1",
+            "packed_input_ids 7, prompt_mask 7, packed_logprobs 7; they must be L, L and L - 1",
         ),
     ],
 )
@@ -231,7 +231,7 @@ async def test_a_task_without_a_prompt_names_its_fields(run):
 
 
 async def test_messages_that_are_text_are_no_prompt(run):
-    with pytest.raises(FunctionError, match=r"messages are text .*: give a list of messages"):
+    with pytest.raises(FunctionError, match=r"messages are text .*must be a list of messages"):
         await run(QueueWorkflow(Once(), Counting), {"messages": "hi"})
 
 
@@ -263,7 +263,7 @@ def test_a_name_or_argument_that_does_not_fit_is_refused_at_once(agent, message)
 
 @pytest.mark.parametrize("agent", [Once, object()])
 def test_what_is_no_agent_is_refused(agent):
-    with pytest.raises(FunctionError, match="is no agent"):
+    with pytest.raises(FunctionError, match="is not an agent"):
         QueueWorkflow(agent, Counting)
 
 

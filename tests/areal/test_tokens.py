@@ -103,7 +103,7 @@ async def test_the_seeds_double_append_is_refused_with_the_lengths(run):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t, r: 1.0, r"returned 1.0 \(float\); it returns a dict of tensors"),
+        (lambda t, r: 1.0, r"returned 1.0 \(float\); it must return a dict of tensors"),
         (lambda t, r: {"input_ids": t["input_ids"]}, "has no attention_mask, loss_mask"),
         (lambda t, r: t | {"values": t["logprobs"]}, "has values; its keys are input_ids"),
         (lambda t, r: {k: v[0] for k, v in t.items()}, r"rewards \[\]; tokens have the shape"),

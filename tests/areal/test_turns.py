@@ -131,7 +131,7 @@ def test_a_discount_that_cannot_apply_is_refused(algorithm, mend):
 def test_two_discounts_are_refused(make_loop, tmp_path):
     agent = AgentWorkflow(rewarded_by_call(), turn_discount=0.9)
     _, rollout = make_loop(turn_discount=0.5)
-    with pytest.raises(ConfigError, match=r"turn_discount 0\.9, and the run too .* 0\.5"):
+    with pytest.raises(ConfigError, match=r"turn_discount 0\.9, but the run also .* 0\.5"):
         rollout.rollout_batch([{}], agent, group_size=2)
-    with pytest.raises(ConfigError, match=r"turn_discount 0\.9, and the run too .* 0\.5"):
+    with pytest.raises(ConfigError, match=r"turn_discount 0\.9, but the run also .* 0\.5"):
         prepare(agent, None, [{"a": 1}] * 8, overrides=["tuner.algorithm.turn_discount=0.5"])

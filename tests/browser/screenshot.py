@@ -23,7 +23,7 @@ def main():
         browser = playwright.chromium.launch(executable_path=chromium(), args=ARGUMENTS)
         page = browser.new_page(viewport={"width": 1440, "height": 1000})
         page.goto(link)
-        page.get_by_role("button", name="reasoning left out").click()
+        page.get_by_role("button", name="reasoning removed").click()
         page.locator("#list .row", has_text="1-0-3").click()
         page.locator("#detail .branch").wait_for()
         page.evaluate("scrollTo(0, 0)")

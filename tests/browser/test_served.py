@@ -45,7 +45,7 @@ def test_sessions_are_counted_and_decisions_say_why(page, link):
         "trained": "2",
     }
     decisions = [row.split("\t") for row in cards.nth(1).locator("tr").all_inner_texts()]
-    assert decisions[0] == ["when", "decision", "version", "beside", "why"]
+    assert decisions[0] == ["time", "decision", "version", "compared with", "reason"]
     assert [row[1:3] for row in decisions[1:]] == [["promote", "1"], ["start", "0"]]
     assert all(row[4] for row in decisions[1:])
     scrolled = cards.nth(1).locator(".scroll")

@@ -82,7 +82,7 @@ def test_a_rollout_shows_its_tree_with_values_and_opens_its_ends(
     page.goto(tree_link)
     open_trace(page, f"1-0-{branch.id.rollout}")
     expect(page.locator("#detail .note.fork").first).to_contain_text(
-        f"Begins inside rollout {branch.origin.rollout.rollout}, inside {begin(branch)}"
+        f"Starts inside rollout {branch.origin.rollout.rollout}, inside {begin(branch)}"
     )
     shown = page.locator("#detail .tree")
     expect(shown.locator("button")).to_have_count(len(found["ends"]))
@@ -118,7 +118,7 @@ def test_at_a_fork_it_says_what_the_others_said_instead_and_what_was_given_back(
     expect(page.locator("#detail .tokens span.back")).to_have_count(branch.replayed_tokens)
     expect(page.locator("#detail .tokens span.s")).to_have_count(branch.sampled_tokens)
     forked = page.locator("#detail .call").nth(branch.origin.calls)
-    expect(forked.locator(".facts")).to_contain_text(f"({branch.calls[1].replayed} given back)")
+    expect(forked.locator(".facts")).to_contain_text(f"({branch.calls[1].replayed} replayed)")
     fork = forked.locator("details.fork", has_text=begin(branch))
     fork.locator("summary").click()
     others = [
@@ -143,7 +143,7 @@ def test_rollouts_are_listed_by_where_they_begin(page, tree_link, traces, link, 
     begun = sum(trace.origin is not None for trace in traces.values())
     replayed = sum(trace.replayed_tokens for trace in traces.values())
     page.goto(tree_link)
-    expect(page.locator("#balance")).to_contain_text(f"; {replayed} more were given back")
+    expect(page.locator("#balance")).to_contain_text(f"; {replayed} more were replayed")
     choose(page, "begins", "inside")
     expect(page.locator("#shown")).to_have_text(f"{begun} of {len(traces)} traces")
     expect(page.locator("#list .row", has_text="↳")).to_have_count(begun)
@@ -168,8 +168,8 @@ def test_what_diverged_says_where_and_how(page, tree_run, branch, tmp_path):
     page.goto((tmp_path / "report.html").as_uri())
     open_trace(page, name)
     note = page.locator("#detail .note.bad")
-    expect(note).to_contain_text("Diverged. It was to begin inside rollout")
-    expect(note).to_contain_text("left that rollout at call 2: another message")
+    expect(note).to_contain_text("Diverged. It was planned to start inside rollout")
+    expect(note).to_contain_text("diverged from that rollout at call 2: another message")
 
 
 def test_a_hundred_ends_fit(page, tmp_path):
@@ -190,7 +190,7 @@ def test_a_hundred_ends_fit(page, tmp_path):
     fork = page.locator("#detail details.fork")
     fork.locator("summary").click()
     expect(fork.locator(".side")).to_have_count(6)
-    expect(fork.locator(".side").last).to_contain_text("reward 0.06the same to its end")
+    expect(fork.locator(".side").last).to_contain_text("reward 0.06the same to the end")
     fork.get_by_role("button", name="show 6 more of 94").click()
     expect(fork.locator(".side")).to_have_count(12)
     expect(fork.get_by_role("button", name=re.compile("more of 88"))).to_be_visible()

@@ -79,7 +79,7 @@ def test_training_tasks_over_time_are_sorted_and_lead_to_their_traces(page, link
     squares = rows.first.locator(".heat i")
     expect(squares).to_have_count(12)
     expect(rows.first.locator(".heat i[title*='mean reward']").first).to_be_visible()
-    expect(tasks.locator("#task-note")).to_contain_text("A square is a step: from 0 (orange)")
+    expect(tasks.locator("#task-note")).to_contain_text("Each square is a step: from 0 (orange)")
     name = rows.first.locator("td button")
     text = name.inner_text()
     name.click()
@@ -110,7 +110,7 @@ def test_branches_are_shown_at_their_call_with_the_cause(page, link):
     page.goto(link)
     open_trace(page, "1-0-3")
     branch = page.locator("#detail .call").nth(1).locator(".branch")
-    expect(branch).to_contain_text("Branch: reasoning left out.")
+    expect(branch).to_contain_text("Branch: reasoning removed.")
     expect(branch).to_contain_text("sent back without its reasoning")
     expect(branch).to_contain_text(re.compile(r"Compared with call 1: 1\d\d of the 2\d\d prompt"))
     expect(page.locator("#detail .branch")).to_have_count(1)
@@ -125,10 +125,10 @@ def test_branches_are_counted_by_cause_and_chosen_by_it(page, link):
     page.goto(link)
     causes = page.locator("#causes")
     expect(causes).to_have_text(
-        "reasoning left out48new conversation24other tools offered24whitespace changed24"
+        "reasoning removed48new conversation24different tools24whitespace changed24"
     )
     expect(page.locator("#branched")).to_have_text(f"120 branches in {TRACES} traces")
-    causes.get_by_role("button", name="other tools offered").click()
+    causes.get_by_role("button", name="different tools").click()
     expect(page.locator("#shown")).to_have_text(f"24 of {TRACES} traces")
     shown(page).first.click()
     expect(page.locator("#detail .branch")).to_have_attribute("data-cause", "tools_changed")
@@ -270,7 +270,7 @@ def test_tools_roles_and_outcomes_are_added_up_and_roles_have_curves(page, link)
     expect(outcomes.locator("tbody tr").first).to_contain_text("completed180 (93.8 %)")
     expect(tools.locator("tbody tr")).to_have_text(re.compile(r"^add19224 \(12\.5 %\)"))
     expect(roles.locator("tbody td:first-child")).to_have_text(["solver", "checker"])
-    curve = card(page, "Reward by role, mean of its calls")
+    curve = card(page, "Mean reward of calls by role")
     expect(curve.locator(".legend span")).to_have_text(["checker", "solver"])
     expect(curve.locator("path.line")).to_have_count(2)
     expect(card(page, "Share of tool calls that failed").locator("circle")).to_have_count(12)
@@ -283,7 +283,7 @@ def test_one_task_before_and_after_training_side_by_side(page, link):
     open_trace(page, "1-0-0")
     page.get_by_role("button", name="side by side").click()
     before, after = page.locator(".side").first, page.locator(".side").last
-    expect(page.locator("#detail h3").first).to_have_text("train: one task in 12 rollouts")
+    expect(page.locator("#detail h3").first).to_have_text("train: 12 rollouts of one task")
     expect(page.locator("#detail")).to_contain_text(re.compile("in step 1 → .* in step 11"))
     expect(before.locator("option:checked")).to_have_text(re.compile("^step 1, rollout 0: reward"))
     expect(after.locator("option:checked")).to_have_text(re.compile("^step 11, rollout 3: reward"))
@@ -426,14 +426,16 @@ def test_a_stopped_run_says_why_and_fields_of_a_call_are_shown_when_present(page
     (tmp_path / "report.html").write_text(html_of(data), encoding="utf-8")
     page.goto((tmp_path / "report.html").as_uri())
     expect(page.locator("#status")).to_have_text("stopped")
-    expect(page.locator("#notes")).to_contain_text("before its end: TrainingError: no signal")
+    expect(page.locator("#notes")).to_contain_text(
+        "The run stopped early: TrainingError: no signal"
+    )
     open_trace(page, "1-0-0")
     first, second = page.locator("#detail .call").nth(0), page.locator("#detail .call").nth(1)
     expect(first.locator("h3")).to_have_text("call 1 of 2 · solver")
     expect(first.locator(".facts")).to_contain_text("reward of the call 0.125")
     expect(first.locator(".facts")).to_contain_text("reasoning kept in the prompt 17 tokens")
     expect(second.locator(".facts")).to_contain_text("dialect responses")
-    expect(second.locator(".note.bad")).to_contain_text("the agent did not get this answer")
+    expect(second.locator(".note.bad")).to_contain_text("the agent did not receive this answer")
     expect(second.locator(".tokens")).to_have_class(re.compile("untrained"))
 
 

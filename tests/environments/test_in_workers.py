@@ -208,5 +208,5 @@ def test_a_mixture_refuses_what_one_of_its_sets_refuses():
     given = {"environment": Mixture(sets), "overrides": ["buffer.batch_size=1"]}
     assert prepare(**given).train_tasks
     discount = "tuner.algorithm.turn_discount=0.9"
-    with pytest.raises(ConfigError, match=r"AgentWorkflow has turn_discount 0\.5, and the run too"):
+    with pytest.raises(ConfigError, match=r"has turn_discount 0\.5, but the run also"):
         prepare(**{**given, "overrides": [*given["overrides"], discount]})

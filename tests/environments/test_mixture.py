@@ -143,14 +143,15 @@ async def of_groups(task, responses):
 @pytest.mark.parametrize(
     ("sets", "weights", "error", "said"),
     [
-        ({}, None, ConfigError, "give a mapping of sets"),
-        ({"a b": Letters()}, None, ConfigError, "no name of a set"),
+        ({}, None, ConfigError, "must be a mapping of sets"),
+        ({"a b": Letters()}, None, ConfigError, "not a name of a set"),
         ({"a": Letters()}, {"a": 0}, ConfigError, "weights has 0 for 'a'"),
-        ({"a": Letters(), "b": Letters()}, {"a": 1}, ConfigError, "leaves out b"),
+        ({"a": Letters()}, {"a": 1, "b": 1}, ConfigError, "weights has 1 for 'b'"),
+        ({"a": Letters(), "b": Letters()}, {"a": 1}, ConfigError, "weights lacks b"),
         ({"a": {"workflw": spell}}, None, ConfigError, "sets.a has workflw; its keys are"),
         ({"a": {}}, None, ConfigError, "give either an environment or a workflow"),
         ({"a": {"workflow": spell}}, None, DatasetError, "'a' has nothing to train on"),
-        ({"a": {"environment": Letters(), "judge": strict}}, None, ConfigError, "brings its own"),
+        ({"a": {"environment": Letters(), "judge": strict}}, None, ConfigError, "has its own"),
         (
             {"a": {"workflow": spell, "train_dataset": [{"set": 1}]}},
             None,

@@ -327,7 +327,7 @@ def test_python_wins_over_the_file(settings, tmp_path):
     file.write_text(f"tuner: {{environment: '{HERE}:made'}}\n")
     run = prepare(environment=Letters(), config_path=file, **settings)
     assert run.config.tuner.environment is None
-    with pytest.raises(FunctionError, match=r"the file's tuner\.environment brings another"):
+    with pytest.raises(FunctionError, match=r"the file's tuner\.environment has another workflow"):
         prepare(Letters().workflow, None, ROWS, config_path=file, **settings)
 
 
@@ -380,7 +380,7 @@ async def test_a_queue_agent_comes_with_its_data_and_closes_what_is_idle():
     assert environment.train_dataset == ROWS
     await environment.run_ended()
     assert door.closed == 1
-    with pytest.raises(ConfigError, match="give type and args"):
+    with pytest.raises(ConfigError, match="only the keys type and args"):
         Areal({"typ": "a"}, {"type": "b"})
 
 

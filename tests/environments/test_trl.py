@@ -187,7 +187,7 @@ def test_reward_models_and_classes_are_refused_by_name():
         TRL(Linear(1, 1), ROWS)
     with pytest.raises(ConfigError, match=r"reward_funcs\[0\] is <class 'object'>"):
         TRL(object, ROWS)
-    with pytest.raises(ConfigError, match="nothing rewards"):
+    with pytest.raises(ConfigError, match="there is no reward"):
         TRL(None, ROWS)
     with pytest.raises(ConfigError, match="has 1 weights for 2 reward functions"):
         TRL([length, length], ROWS, args=GRPOConfig(reward_weights=[1.0]))
@@ -384,7 +384,7 @@ async def test_a_row_chooses_among_several_environments():
         for row, one in zip(rows, found, strict=True)
     ]
     assert rewards == [0.0, 7.0]
-    with pytest.raises(DatasetError, match="'third'; environment_factory makes count, other"):
+    with pytest.raises(DatasetError, match="'third', but environment_factory makes count, other"):
         await completed(environment, {**ROWS[0], "environment": "third"}, "No.")
 
 
@@ -520,7 +520,7 @@ def test_arguments_of_the_trainer_that_have_no_equal_are_refused_by_name():
         "rollout_func": print,
         "quantization_config": object(),
     }.items():
-        with pytest.raises(ConfigError, match=f"GRPOTrainer's {name} is no argument here"):
+        with pytest.raises(ConfigError, match=f"GRPOTrainer's {name} is not supported"):
             GRPOTrainer(str(MODEL), length, train_dataset=ROWS, **{name: value})
     with pytest.raises(ConfigError, match="model is a object: pass the name or folder"):
         GRPOTrainer(object(), length, train_dataset=ROWS)

@@ -125,7 +125,7 @@ def test_the_function_of_the_page_draws_the_tasks_of_a_run(random_model_path, tm
 
 
 def test_another_judge_would_have_drawn_other_tasks_so_such_a_run_is_not_rebased(straight):
-    with pytest.raises(ConfigError, match=r"tuner\.tasks\.selector draws tasks by the rewards"):
+    with pytest.raises(ConfigError, match=r"tuner\.tasks\.selector chose tasks by"):
         rebase(straight.run_dir, judge=runs.judge, workflow=runs.workflow)
 
 

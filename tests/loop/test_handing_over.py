@@ -37,7 +37,7 @@ def test_a_folder_of_somebody_else_is_not_used(config, tmp_path, caplog):
         engines._folder(config, SHARED, size=1) == config.run_dir.resolve() / "engine" / "weights"
     )
     assert list((tmp_path / "elsewhere").iterdir()) == []
-    assert "belongs to somebody else" in caplog.text
+    assert "belongs to another user" in caplog.text
 
 
 def test_weights_that_were_asked_for_on_disk_are_in_the_run_directory(config):

@@ -181,7 +181,7 @@ def test_a_filter_is_counted_in_the_result(small, tmp_path, capsys):
     later = [one for one in recorded(small) if one.id.step > 2]
     assert result.tokens.dropped["other_step"] == sum(one.sampled_tokens for one in later)
     printed = " ".join(capsys.readouterr().out.split())
-    assert "left out: 24 other_step (docs/recorded_data.md)" in printed
+    assert "dropped: 24 other_step (docs/recorded_data.md)" in printed
 
 
 def test_the_run_stops_where_the_tokens_are_worth_too_little(small, tmp_path):
@@ -259,9 +259,9 @@ def test_what_cannot_be_learned_from_is_refused_by_name(small, tmp_path, random_
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     log.write_text(json.dumps({"messages": talk}))
     logs = f"tuner.history.sources=[{log}]"
-    with pytest.raises(ConfigError, match=r"log.jsonl, line 1 has no tokens, and .* grpo learns"):
+    with pytest.raises(ConfigError, match=r"log.jsonl, line 1 has no tokens, but .* grpo needs"):
         start(small, tmp_path, logs, algorithm="grpo")
-    with pytest.raises(DatasetError, match="it is one conversation, and the algorithm wants pairs"):
+    with pytest.raises(DatasetError, match="it is one conversation, but the algorithm needs pairs"):
         start(small, tmp_path, logs, algorithm="dpo")
     with pytest.raises(DatasetError, match=r"\d tasks have rollouts to compare but batch_size is"):
         start(small, tmp_path, of(small), "buffer.batch_size=20")
@@ -272,7 +272,7 @@ def test_what_cannot_be_learned_from_is_refused_by_name(small, tmp_path, random_
             algorithm=AlgorithmConfig(batch_size=2),
             overrides=overrides(tmp_path, "model.max_model_len=200"),
         )
-    with pytest.raises(DatasetError, match=r"a recorded answer is .* for this model"):
+    with pytest.raises(DatasetError, match=r"a recorded answer is .* this model decodes"):
         start(small, tmp_path, train_dataset=[of_other_words(one) for one in recorded(small)])
     with pytest.raises(FunctionError, match="no workflow to evaluate with"):
         start(small, tmp_path, of(small), eval_dataset=TEST)
@@ -353,7 +353,10 @@ def test_the_run_that_is_learned_from_is_not_gone_on_with(small, file):
 @pytest.mark.parametrize(
     ("algorithm", "texts"),
     [
-        ("multi_step_grpo", ["used, of 6 tasks", "WHAT THEY ARE WORTH", "of 16 rollouts", "READY"]),
+        (
+            "multi_step_grpo",
+            ["used, of 6 tasks", "EFFECTIVE SAMPLE SIZE", "of 16 rollouts", "READY"],
+        ),
         (
             "sft",
             [
@@ -380,7 +383,7 @@ def test_check_says_that_too_little_is_left(small, file):
     settings = of(small), "tuner.history.min_effective_samples=1"
     result = invoked("check", file, "name=checked", *settings)
     assert result.exit_code == 1
-    assert "NOT READY: too few of the tokens are left" in result.output
+    assert "NOT READY: the effective sample size of the tokens is below" in result.output
 
 
 def test_exploring_stops_where_no_rollout_comes_to_its_end(random_model_path, tmp_path):

@@ -124,7 +124,7 @@ def test_equal_rewards_stop_the_run_with_advice(random_model_path, tmp_path, cap
     async def judge(task, response):
         return JudgeOutput(reward=1.0)
 
-    with pytest.raises(TrainingError, match=r"the same reward, 1: .*a group teaches"):
+    with pytest.raises(TrainingError, match=r"the same reward, 1: .*training uses"):
         tune(random_model_path, tmp_path, "tuner.signal_patience=2", judge=judge)
     said = capsys.readouterr().out.splitlines()
     shown = [n for n, line in enumerate(said) if line.startswith("reward 1  train ")]
@@ -311,7 +311,7 @@ def test_missing_model_folder_is_named_with_its_setting(path):
 def test_a_name_that_may_have_been_a_folder_says_where_it_was_looked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
-    looked = rf"no such folder beside the file .*, or in {tmp_path}\) cannot be loaded"
+    looked = rf"no such folder next to the file .*, or in {tmp_path}\) cannot be loaded"
     with pytest.raises(ModelLoadError, match=looked):
         load_tokenizer("models/mine")
 

@@ -242,7 +242,7 @@ def test_an_adapter_made_elsewhere_is_taken_as_it_is(tmp_path):
         ({"use_dora": True}, {}, "use_dora = True"),
         ({"bias": "all"}, {}, "bias = 'all'"),
         ({"modules_to_save": ["lm_head"]}, {}, r"modules_to_save = \['lm_head'\]"),
-        ({"init_lora_weights": "pissa"}, {}, "changes the weights of the model as well"),
+        ({"init_lora_weights": "pissa"}, {}, "changes the model's weights, too"),
         ({"task_type": "FEATURE_EXTRACTION"}, {}, "is for FEATURE_EXTRACTION"),
     ],
 )

@@ -156,7 +156,7 @@ def test_where_no_sample_is_used_again_it_is_the_clean_run_bit_for_bit(mistaken,
         assert new == old
     text = str(found)
     assert f"the first step in which a reward changed: {first}" in text
-    assert f"no more, since before step {first + 1} the tokens" in text
+    assert f"the rest is not reused because before step {first + 1} the tokens" in text
 
 
 def test_samples_are_used_again_and_every_token_is_accounted_for(mistaken, clean, reused):
@@ -198,7 +198,7 @@ def test_of_the_steps_after_the_change_as_many_are_sampled_anew_as_is_said(mista
     assert used > 1
     uses = [step.use for step in found.record.steps[first - 1 :]]
     assert uses == ["again"] * used + ["anew"] * (7 - first - used)
-    assert "no more, since these are 60% of the steps (--max-reused); before step" in str(found)
+    assert "the rest is not reused because these are 60% of the steps (--max-reused)" in str(found)
 
 
 def test_a_rebased_run_that_is_killed_goes_on_to_the_same_weights(
@@ -415,9 +415,9 @@ def test_a_reward_of_a_step_without_a_checkpoint_before_it_is_no_reason_to_sampl
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"min_effective_samples": 1.5}, r"min_effective_samples is 1\.5: it is a share"),
+        ({"min_effective_samples": 1.5}, r"min_effective_samples is 1\.5: give a share"),
         ({"judge": "nowhere.py:judge"}, r"--judge is 'nowhere\.py:judge': there is no file"),
-        ({"workflow": None}, r"does not say which workflow it was run with: give --workflow"),
+        ({"workflow": None}, r"names no workflow: add --workflow"),
         ({"overrides": ["algorithm.optimizer.lr=1"]}, r"algorithm\.optimizer\.lr was 0\.01"),
     ],
 )
@@ -432,7 +432,7 @@ def test_rollouts_that_went_on_by_what_the_judge_said_are_refused(mistaken, tmp_
     text = (run / "config.yaml").read_text()
     assert "feedback_attempts: 0" in text
     (run / "config.yaml").write_text(text.replace("attempts: 0", "attempts: 2"))
-    with pytest.raises(ConfigError, match=r"tuner\.feedback_attempts is 2, so the rollouts"):
+    with pytest.raises(ConfigError, match=r"tuner\.feedback_attempts is 2, so its rollouts"):
         again(run)
 
 
@@ -445,7 +445,7 @@ def test_a_run_without_a_judge_is_refused(random_model_path, tmp_path):
         judge=None,
         workflow=scored,
     )
-    with pytest.raises(ConfigError, match="has no judge: the workflow gave its rewards"):
+    with pytest.raises(ConfigError, match="has no judge: its workflow gave the rewards"):
         again(run.run_dir)
 
 
@@ -458,7 +458,7 @@ def test_another_rebase_of_the_name_is_refused(reused):
     run = reused.result.run_dir.with_name("run")
     with pytest.raises(ConfigError, match=r"whose --min-effective-samples was 0\.0, and is now 0"):
         again(run, min_effective_samples=0.25)
-    with pytest.raises(ConfigError, match="run is another run: give this one another name"):
+    with pytest.raises(ConfigError, match="run is a different run: choose another name"):
         again(run, name="run")
 
 

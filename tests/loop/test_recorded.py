@@ -174,7 +174,7 @@ def test_distillation_brings_the_student_to_the_teacher_without_a_reward(imitate
 
 def test_a_teacher_of_another_vocabulary_is_refused(random_model_path, tmp_path):
     with pytest.raises(
-        ConfigError, match=r"the teacher 'expert' has another vocabulary.*token 256 "
+        ConfigError, match=r"the teacher 'expert' has a different vocabulary.*token 256 "
     ):
         tune(
             only_solve,
@@ -249,7 +249,7 @@ def test_rows_left_out_are_said_and_counted(random_model_path, tmp_path, capsys)
     result = tune(algorithm=AlgorithmConfig(algorithm_type="sft", batch_size=2), **given)
     assert result.rows == {"used": 2, "too_long": 1}
     assert result.steps == 1  # an epoch is of the rows that are used
-    assert "2 of 3 rows are trained; left out: 1 too_long" in capsys.readouterr().out
+    assert "2 of 3 rows are trained; dropped: 1 too_long" in capsys.readouterr().out
     with pytest.raises(DatasetError, match="2 of 3 rows can be trained but batch_size is 3"):
         tune(algorithm=AlgorithmConfig(algorithm_type="sft", batch_size=3), **given)
 

@@ -28,10 +28,10 @@ ONE, OTHERS = "the trainer's gpu", "other gpus"
         (ONE, {}, "cuda_ipc", "nothing is faster"),
         (OTHERS, {}, "nccl", "not cuda_ipc: trainer and engine are on different GPUs"),
         ("cpu", {}, "shared_memory", "not cuda_ipc: there is no GPU, not nccl: there is no GPU"),
-        ("elsewhere", {}, "disk", "not shared_memory: tuner.engine.urls names servers elsewhere"),
+        ("elsewhere", {}, "disk", "not shared_memory: tuner.engine.urls names remote servers"),
         (ONE, {"backends": NONE}, "shared_memory", "vLLM has no weight transfer 'ipc'"),
         (OTHERS, {"backends": frozenset({"ipc"})}, "shared_memory", "no weight transfer 'nccl'"),
-        (ONE, {"adapter": True}, "shared_memory", "an adapter is trained, which vLLM takes as"),
+        (ONE, {"adapter": True}, "shared_memory", "an adapter is trained, which vLLM reads"),
         (OTHERS, {"adapter": True, "size": 1}, "shared_memory", "not nccl: an adapter is trained"),
         ("cpu", {"shared_memory": 29 * GIB}, "disk", "/dev/shm has 29.00 GiB free, and three"),
         ("cpu", {"shared_memory": 30 * GIB}, "shared_memory", "there is no GPU"),
@@ -60,20 +60,20 @@ def test_the_fastest_way_that_both_sides_have_is_taken_and_explained(engine, cha
 )
 def test_what_is_asked_for_is_taken_where_it_is_possible(asked, engine, changes):
     path = choose_weight_path(asked, sides(engine, **changes))
-    assert (path.kind, path.why) == (asked, "asked for")
+    assert (path.kind, path.why) == (asked, "requested")
 
 
 @pytest.mark.parametrize(
     ("asked", "engine", "changes", "message"),
     [
         ("cuda_ipc", "cpu", {}, "weights is cuda_ipc, but there is no GPU: set it to auto, .*sha"),
-        ("cuda_ipc", OTHERS, {}, "different GPUs: set it to auto, which would be nccl here"),
+        ("cuda_ipc", OTHERS, {}, "different GPUs: set it to auto, which chooses nccl here"),
         ("nccl", "cpu", {}, "weights is nccl, but there is no GPU"),
-        ("nccl", ONE, {}, "NCCL joins different ones: .* would be cuda_ipc here"),
-        ("nccl", "elsewhere", {}, "urls names servers elsewhere: .* would be disk here"),
-        ("shared_memory", "elsewhere", {}, "urls names servers elsewhere"),
-        ("shared_memory", ONE, {"shared_memory": GIB}, "three times 10.00 GiB are wanted"),
-        ("cuda_ipc", ONE, {"adapter": True}, "vLLM takes as files"),
+        ("nccl", ONE, {}, "NCCL needs different ones: .* chooses cuda_ipc here"),
+        ("nccl", "elsewhere", {}, "urls names remote servers: .* chooses disk here"),
+        ("shared_memory", "elsewhere", {}, "urls names remote servers"),
+        ("shared_memory", ONE, {"shared_memory": GIB}, "three times 10.00 GiB are needed"),
+        ("cuda_ipc", ONE, {"adapter": True}, "vLLM reads from files"),
         ("nccl", OTHERS, {"backends": NONE}, "has no weight transfer 'nccl'"),
     ],
 )

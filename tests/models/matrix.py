@@ -250,7 +250,7 @@ def _said(failure: BaseException) -> str:
     text = " ".join(str(failure).split())
     text = re.split(r"(?<=[a-z)])[.;:] (?=[A-Z]|set )| If ", text)[0].rstrip(".")
     if isinstance(failure, ConfigError):
-        return _shorter(re.sub(r"^\w+ (?=is not|cannot)", "it ", text))
+        return _shorter(re.sub(r"^\w+ (?=is not|cannot|does not)", "it ", text))
     return _shorter(f"{type(failure).__name__}: {text}")
 
 

@@ -59,7 +59,7 @@ def test_a_gpu_and_a_vllm_for_it_are_used():
 def test_without_a_gpu_transformers_generates_and_what_is_needed_is_not_asked():
     config = load_config()
     chosen = choose_engine(config, Machine((), GIB), lambda: pytest.fail("asked"))
-    assert str(chosen) == ("engine: transformers, with the trainer's own weights: there is no GPU")
+    assert str(chosen) == ("engine: transformers, with the trainer's weights: there is no GPU")
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_diagnosis_of_equal_rewards_says_what_most_calls_have_in_common():
         return diagnosis([trace(0, n, [c], reward=0.0) for n, c in enumerate(calls)], 3)
 
     assert "4 of 4 calls were cut off at the token limit (model.max_response_tokens" in of(4, 0)
-    assert "3 of 4 calls hold tool calls that cannot be read" in of(0, 3)
+    assert "3 of 4 calls contain unreadable tool calls" in of(0, 3)
     assert "cut off at the token limit" not in of(2, 4)
     assert "Besides" not in of(0, 0)
 
@@ -107,7 +107,7 @@ def test_tool_calls_that_cannot_be_read_are_shown_with_the_parser():
     [sentence] = said(
         call_findings(calls(4, malformed=2, content="x" * 200 + '<tool_call>{"name"'), SETTINGS)
     )
-    assert sentence.startswith("2 of 4 calls hold tool calls that cannot be read, such as '...xxx")
+    assert sentence.startswith("2 of 4 calls contain unreadable tool calls, such as '...xxx")
     assert """<tool_call>{"name"' (explorer.rollout_model.tool_call_parser must""" in sentence
     assert sentence.endswith("it is hermes)")
 
@@ -142,7 +142,7 @@ def test_groups_without_a_difference_are_counted_unless_they_are_solved():
     alike = [t for task in range(4) for t in group(task, [0.0, 0.0])]
     [sentence] = notices.of(2, [*alike, *group(4, [0.0, 1.0])], known)
     assert sentence.startswith("step 2: in 4 of 5 groups all rollouts have the same reward, most")
-    assert "most often 0: a group teaches by" in sentence
+    assert "most often 0: training uses the differences" in sentence
     assert Notices(SETTINGS, compared=False).of(1, alike, known) == []
 
 

@@ -109,13 +109,13 @@ UPDATING = Needs(trainer=40 * GIB, weights=10 * GIB, request=GIB, gradients=16 *
     ("overrides", "gpus", "sleeps", "part", "says"),
     [
         # 80 without a reserve of 1, and what the trainer has: without gradients while vLLM is awake
-        ([], [80], True, 0.68, "beside 24.00 GiB, and sleeps during updates"),
+        ([], [80], True, 0.68, "next to 24.00 GiB, and sleeps during updates"),
         (["tuner.engine.sleep=false"], [80], False, 0.48, "all the time"),
         (["synchronizer.sync_offset=1"], [80], False, 0.48, "all the time"),
         (["tuner.engine.sleep=true"], [80], True, 0.68, "sleeps during updates"),
         ([], [43], True, 0.41, "sleeps during updates"),  # does not fit awake
-        ([], [80, 80], False, None, "GPUs beside the first"),
-        ([], [], False, None, "a process of its own"),
+        ([], [80, 80], False, None, "more than one GPU"),
+        ([], [], False, None, "a separate process"),
     ],
 )
 def test_an_engine_on_the_trainers_gpu_sleeps_unless_collection_runs_ahead(
@@ -130,7 +130,7 @@ def test_an_engine_on_the_trainers_gpu_sleeps_unless_collection_runs_ahead(
     ("overrides", "gpus", "memory", "message"),
     [
         (["tuner.engine.sleep=true"], [], 200, "there is no GPU, and vLLM cannot sleep on a CPU"),
-        (["tuner.engine.sleep=true"], [80, 80], 200, "engine has GPUs of its own"),
+        (["tuner.engine.sleep=true"], [80, 80], 200, "engine has its own GPUs"),
         # What vLLM keeps of its memory while it sleeps counts too.
         ([], [42], 200, "training needs 42.00 GiB .* has 42.00 GiB"),
         (["tuner.engine.sleep=false"], [50], 200, "vLLM needs 12.00 GiB .* gets 9.00 GiB"),
@@ -138,7 +138,7 @@ def test_an_engine_on_the_trainers_gpu_sleeps_unless_collection_runs_ahead(
             ["tuner.engine.sleep=true", "model.lora_configs=[{name: a}]"],
             [80],
             9,
-            "10.00 GiB of weights that the adapter belongs to wait in main memory, .* 9.00 GiB",
+            "base model of 10.00 GiB waits in main memory, .* 9.00 GiB",
         ),
     ],
 )
@@ -223,7 +223,7 @@ def test_awake_vllm_leaves_room_for_an_update_as_far_as_it_has_enough():
         (["tuner.engine.urls=[http://a:1]"], r"tuner.engine.urls is \['http://a:1'\]"),
         (["tuner.placement=separate"], "tuner.placement is separate"),
         (["tuner.engine.weights=disk"], "tuner.engine.weights is disk"),
-        (["tuner.engine.sleep=false"], "tuner.engine.sleep is False"),
+        (["tuner.engine.sleep=false"], "tuner.engine.sleep is false"),
         (
             [
                 "explorer.rollout_model.engine_type=vllm",
@@ -239,7 +239,7 @@ def test_awake_vllm_leaves_room_for_an_update_as_far_as_it_has_enough():
             ],
             "enable_sleep_mode cannot be set: set tuner.engine.sleep",
         ),
-        (["explorer.rollout_model.engine_type=sglang"], "tuner.engine.urls is not set: SGLang"),
+        (["explorer.rollout_model.engine_type=sglang"], "tuner.engine.urls is not set, but"),
         (
             [*SGLANG, "explorer.rollout_model.tensor_parallel_size=2"],
             "tensor_parallel_size is 2, but SGLang servers run elsewhere",

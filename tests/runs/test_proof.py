@@ -341,9 +341,9 @@ def test_what_the_proof_does_not_hold_for_is_refused_and_changes_nothing(spoil, 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"effect": 0.0}, "effect 0.0 and margin 0.0 do not go together"),
+        ({"effect": 0.0}, "effect 0.0 and margin 0.0 do not fit together"),
         ({"effect": 0.1, "margin": 0.1}, "effect 0.1 and margin 0.1"),
-        ({"effect": 1.0}, "of less than 1"),
+        ({"effect": 1.0}, "so less than 1"),
         ({"effect": math.inf}, "effect is inf"),
         ({"effect": 0.1, "low": 1.0}, "low 1.0 is not below high 1.0"),
         ({"effect": 0.1, "alpha": 0.0}, "alpha 0.0"),

@@ -50,5 +50,5 @@ def test_runs_are_found_in_a_project_and_in_the_folder_of_projects(tmp_path):
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(TunerError, match=r"is not a run: it holds neither metrics\.jsonl"):
+    with pytest.raises(TunerError, match=r"is not a run: it contains neither metrics\.jsonl"):
         read_run(tmp_path)

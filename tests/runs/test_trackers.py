@@ -52,9 +52,9 @@ def test_missing_tracker_names_its_extra(kind, tmp_path, monkeypatch):
     [
         (["tensorboard"], {"entity": "me"}, "tensorboard takes no entity (it takes samples)"),
         (["mlflow"], {"entity": "me"}, "it takes password, samples, uri, username)"),
-        (["tensorboard", "mlflow"], {"uri": "x"}, "put it below the tracker that it is for"),
+        (["tensorboard", "mlflow"], {"uri": "x"}, "put it below the tracker it is for"),
         (["tensorboard"], {"wandb": {"mode": "offline"}}, "monitor_type has no wandb"),
-        (["tensorboard"], {"tensorboard": 3}, "3 is no set of arguments"),
+        (["tensorboard"], {"tensorboard": 3}, "3 is not a set of arguments"),
         (["tensorboard"], {"samples": -1}, "samples is -1"),
     ],
 )

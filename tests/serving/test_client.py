@@ -226,6 +226,6 @@ def test_both_clients_have_the_same():
 
     assert public(tuner.Client) - {"close"} == public(tuner.AsyncClient) - {"aclose"}
     assert public(tuner.serving.ServedSession) == public(tuner.serving.AsyncServedSession)
-    assert asking.Opening.__annotations__.keys() == {
+    assert asking.SessionOptions.__annotations__.keys() == {
         *("task", "group", "metadata", "tags", "limits", "sampling")
     }

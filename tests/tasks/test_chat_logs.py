@@ -156,8 +156,8 @@ def test_what_is_nothing_to_learn_from_has_a_reason(line, reason):
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ({"prompt": "x", "answer": "y"}, "it has the keys prompt, answer: neither a recorded"),
-        ([1], "is no object"),
+        ({"prompt": "x", "answer": "y"}, "it has the keys prompt, answer, but must be a recorded"),
+        ([1], "is not an object"),
         ({"request": {"messages": [USER]}, "response": "oops"}, "the body of a chat completion"),
         (span(**{"gen_ai.output.messages": "{not json"}), "is not JSON"),
     ],

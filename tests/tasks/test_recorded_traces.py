@@ -151,9 +151,9 @@ def test_without_rollouts_there_is_nothing_to_learn_from(settings, text):
 def test_reasons_are_named_where_nothing_is_left(tmp_path):
     with pytest.raises(DatasetError, match=r"nothing is left to learn from.*1 other_reward"):
         history(tmp_path, rollout(0, 0, 0.1), min_reward=1.0)
-    with pytest.raises(ConfigError, match="'success', which is no outcome: use completed"):
+    with pytest.raises(ConfigError, match="'success', which is not an outcome: use completed"):
         history(tmp_path / "b", rollout(0, 0), outcomes=("success",))
-    with pytest.raises(DatasetError, match="train_dataset is the list given as dataset, but with"):
+    with pytest.raises(DatasetError, match="train_dataset is the list given as dataset, but"):
         read_history(HistorySection(), [{"question": "x"}])
 
 
@@ -305,7 +305,7 @@ def test_a_filter_that_a_log_cannot_answer_is_refused(tmp_path):
     file = log(tmp_path / "log.jsonl", TALK)
     with pytest.raises(ConfigError, match=r"min_reward is 0.5, but .*line 1 is in a log without"):
         read_history(HistorySection(sources=(file,), min_reward=0.5))
-    with pytest.raises(ConfigError, match="line 1 does not say when it was"):
+    with pytest.raises(ConfigError, match="line 1 has no time"):
         read_history(HistorySection(sources=(file,), after="2026-01-01"))
 
 

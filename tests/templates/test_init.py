@@ -117,14 +117,14 @@ def test_the_command_says_what_it_wrote_and_how_to_begin(capsys, monkeypatch, tm
     *files, begin = output.splitlines()
     written = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*"))
     assert files == written
-    assert begin == "Begin with: python agent/main.py"
+    assert begin == "Start with: python agent/main.py"
     assert (tmp_path / "agent/main.py").read_text() == main_of(Template.MULTI_AGENT).read_text()
 
 
 def test_what_is_not_installed_is_named(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(templates._NEEDS, Template.QUEUE, [("no_such_package", "'that[one]'")])
     _, output, _ = said(capsys, monkeypatch, "init", str(tmp_path), "--template", "queue")
-    assert "It needs: pip install 'that[one]'\n" in output
+    assert "Required: pip install 'that[one]'\n" in output
 
 
 def test_what_is_there_is_not_overwritten(capsys, monkeypatch, tmp_path):

@@ -74,7 +74,7 @@ def test_rollouts_that_are_all_cut_off_are_not_ready(prepared):
     verdict = check_run(prepared(workflow))
     assert not verdict.ready
     last = verdict.text.splitlines()[-1]
-    assert last.startswith("NOT READY: no rollout came to its end: 2 of 2 calls were cut off")
+    assert last.startswith("NOT READY: no rollout finished: 2 of 2 calls were cut off")
     assert "(model.max_response_tokens, 20; raise it)" in last
 
 

@@ -109,7 +109,7 @@ def test_the_command_prints_tables_or_json(runs, said):
         "held: 3 tasks in every run, after step 4, 2",
         "... 2 more that differ less",
         "b against a: 1 better, 1 worse, 1 the same; reward -0.083",
-        "b: 1 more, which not every run has",
+        "b: 1 more that are not in every run",
     ):
         assert text in output, output
     assert "task 0" not in output
@@ -168,13 +168,13 @@ def test_the_order_of_pairs_has_nothing_to_do_with_rewards(evaluations, tmp_path
 def test_the_command_proves_or_says_why_not(evaluations, runs, said):
     status, output, _ = said("compare", *evaluations, "--proof", "--effect", "0.2")
     assert not status
-    assert output.startswith("new (step 2) against old (step 1) on held\n1 tasks left out")
+    assert output.startswith("new (step 2) against old (step 1) on held\n1 tasks skipped")
     assert "promote: the candidate is better by more than 0." in output
     _, output, _ = said("compare", *evaluations, "--proof", "--effect", "0.2", "--json")
     assert json.loads(output)["decision"]["verdict"] == "promote"
     status, _, error = said("compare", evaluations[0], "--proof", "--effect", "0.2")
     assert status == 2
-    assert "1 runs are given: a proof is of two" in error
+    assert "1 runs given: a proof needs two" in error
     status, _, error = said(
         "compare", *evaluations, "--proof", "--effect", "0.2", "--rewards", "0.5", "1"
     )
@@ -184,8 +184,8 @@ def test_the_command_proves_or_says_why_not(evaluations, runs, said):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--proof",), "--effect is not given"),
-        (("--effect", "0.1"), "--effect is for --proof"),
+        (("--proof",), "--proof needs --effect"),
+        (("--effect", "0.1"), "--effect needs --proof"),
         (("--proof", "--effect", "2"), "effect 2.0 and margin 0.0"),
     ],
 )

@@ -99,10 +99,10 @@ def test_a_library_that_is_always_needed_is_to_be_mended(site):
     (site / "fakebase-2.1.dist-info/METADATA").write_text("Name: fakebase\nVersion: 1.0\n")
     result = examine()
     assert not result.well
-    base = found("its libraries")
+    base = found("libraries")
     assert base.found == "fakebase is 1.0, and >=2 is needed"
     assert base.mend == "pip install 'fakebase>=2'"
-    assert str(result).endswith("to be mended: its libraries")
+    assert str(result).endswith("to fix: libraries")
 
 
 def test_the_gpu_its_driver_and_a_pytorch_that_fits(site, tmp_path):
@@ -115,7 +115,7 @@ def test_the_gpu_its_driver_and_a_pytorch_that_fits(site, tmp_path):
 @pytest.mark.parametrize(
     ("cuda", "text"),
     [
-        ("'13.0'", "built for CUDA 13.0, and the driver goes up to CUDA 12.4"),
+        ("'13.0'", "built for CUDA 13.0, but the driver supports CUDA up to 12.4"),
         ("None", "built for the CPU, so the GPU is not used"),
     ],
 )
@@ -132,7 +132,7 @@ def test_a_gpu_that_is_hidden_is_not_counted(site, tmp_path, monkeypatch):
     assert found("CUDA_VISIBLE_DEVICES").found == "is '': runs see no GPU"
     assert found("transformers").found == "the default, on the CPU"
     install(site, "vllm", "0.32.0")
-    assert found("vllm").found.endswith("built for GPUs, and none is here")
+    assert found("vllm").found.endswith("built for GPUs, and this machine has none")
     assert found("transformers").found == "the default, on the CPU"
 
 
@@ -194,4 +194,4 @@ def test_something_to_mend_is_status_1(site, capsys, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 1
-    assert "!!  its libraries" in capsys.readouterr().out
+    assert "!!  libraries" in capsys.readouterr().out

@@ -141,11 +141,11 @@ def test_without_candidates_it_is_the_model_and_its_runs_newest_checkpoint(
     ("given", "error", "message"),
     [
         ({"candidates": "no/such/folder"}, TunerError, "no/such/folder.*there is no such folder"),
-        ({"candidates": ["."]}, TunerError, r"\. is neither a run, nor a checkpoint, nor a model"),
+        ({"candidates": ["."]}, TunerError, r"\. is not a run, a checkpoint or a model"),
         ({"k": 0}, ConfigError, "k is 0"),
         ({"limit": 0}, ConfigError, "limit is 0"),
-        ({"k": 2, "temperature": 0}, ConfigError, "all of them would be the same"),
-        ({"output": "."}, ConfigError, "something is there: name a new folder"),
+        ({"k": 2, "temperature": 0}, ConfigError, "all of them would be equal"),
+        ({"output": "."}, ConfigError, "which is not empty: name a new folder"),
         ({"tasks": None}, DatasetError, "nothing to evaluate on: pass eval_dataset, or set buffer"),
     ],
 )

@@ -75,11 +75,11 @@ def test_a_sound_judge_is_ready_and_its_rewards_are_described(checked):
         "scoring.<locals>.judge",
         "which is given one response at a time",
         "REWARDS of 8 rollouts, 4 of a task",
-        "0 of 2 groups agree in all rewards",
+        "0 of 2 groups have equal rewards",
         "the longest response, ",
         "an empty answer                      0 ",
         "a plea for the best score            0 ",
-        "the best one, its words mixed",
+        "the best one, words shuffled",
         "14 calls of the judge: ",
         "READY: ",
     ):
@@ -89,8 +89,8 @@ def test_a_sound_judge_is_ready_and_its_rewards_are_described(checked):
 @pytest.mark.parametrize(
     ("score", "named"),
     [
-        (lambda text: 1.0, "AN EMPTY ANSWER: it gets 1 in the mean, where real answers get 1."),
-        (lambda text: -float(len(text)), "AN EMPTY ANSWER: it gets 0 in the mean, where real"),
+        (lambda text: 1.0, "AN EMPTY ANSWER: it gets 1 on average, and real answers get 1."),
+        (lambda text: -float(len(text)), "AN EMPTY ANSWER: it gets 0 on average, and real"),
         (lambda text: 1.0 if "highest score" in text else sound(text), "A PLEA FOR THE BEST"),
     ],
     ids=["constant", "the shorter the better", "obedient"],
@@ -105,8 +105,8 @@ def test_a_judge_that_rewards_what_deserves_nothing_is_named(checked, score, nam
 def test_where_nothing_is_rewarded_the_judge_is_not_blamed(checked):
     verdict = checked(scoring(lambda text: 0.0))
     assert verdict.ready
-    assert "2 of 2 groups agree in all rewards" in verdict.text
-    assert "NOT KNOWN: nothing got more than an empty answer" in verdict.text
+    assert "2 of 2 groups have equal rewards" in verdict.text
+    assert "UNDECIDED: no answer got more than an empty one" in verdict.text
 
 
 def test_a_judge_that_fails_in_a_probe_is_shown_by_how(checked):
@@ -242,29 +242,29 @@ def test_agreement_with_labels(checked, tmp_path):
     )
     verdict = checked(scoring(lambda text: min(len(text), 3) / 4), labelled=file, tasks=1)
     assert "LABELS of 7 responses, 3 tasks" in verdict.text
-    assert "of 5 pairs of one task 100% are in the order of their labels" in verdict.text
+    assert "of 5 pairs within a task 100% are in the order of their labels" in verdict.text
     assert "rank correlation with the labels +0.87" in verdict.text
     # 0, 0, 0, 0.5, 0.25, 0.25, 0.25
     assert "mean difference from the label 0.179" in verdict.text
 
     verdict = checked(scoring(lambda text: -float(len(text) > 1)), labelled=file, tasks=1)
-    assert "of 5 pairs of one task 30% are in the order" in verdict.text
+    assert "of 5 pairs within a task 30% are in the order" in verdict.text
 
 
 def test_labels_decide_where_no_rollout_is_rewarded(checked, tmp_path):
     file = rows(tmp_path / "labels.jsonl", ("a", "number 1", 1), ("a", "number 2", 0))
     blind = checked(scoring(lambda text: 0.0), labelled=file)
     assert not blind.ready
-    assert "THE JUDGE REWARDS AN EMPTY ANSWER: it gets 0 in the mean, where real" in blind.text
+    assert "THE JUDGE REWARDS AN EMPTY ANSWER: it gets 0 on average, and real" in blind.text
     seeing = checked(scoring(lambda text: float(text == "number 1")), labelled=file)
     assert seeing.ready
     assert "READY: " in seeing.text
     # The labelled one is what is shuffled.
-    assert "the best one, its words mixed        0        1  as it was" in seeing.text
+    assert "the best one, words shuffled         0        1  unshuffled" in seeing.text
     wrong = checked(
         scoring(lambda text: {"number 2": 1.0, "number 1": 0.25}.get(text, 0.0)), labelled=file
     )
-    assert "the best one, its words mixed        0     0.25  as it was" in wrong.text
+    assert "the best one, words shuffled         0     0.25  unshuffled" in wrong.text
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_a_file_of_labels_that_cannot_be_read_is_said_with_its_line(checked, tmp
 
 
 def test_what_there_is_no_judge_for(checked, tmp_path):
-    with pytest.raises(ConfigError, match="there is no judge to check"):
+    with pytest.raises(ConfigError, match="no judge to check"):
         checked(None)
     with pytest.raises(DatasetError, match="cannot be read: No such file"):
         checked(scoring(sound), labelled=tmp_path / "nowhere.jsonl")
@@ -304,4 +304,4 @@ tuner: {{workflow: {tmp_path}/agent.py:workflow, judge: {tmp_path}/agent.py:shor
     assert "REWARDS of 4 rollouts" in output
     assert "THE JUDGE REWARDS AN EMPTY ANSWER" in output
     status, _, errors = said("check", config, "--labelled", "labels.jsonl")
-    assert (status, errors) == (2, "ConfigError: --labelled is for the judge: add --judge\n")
+    assert (status, errors) == (2, "ConfigError: --labelled needs --judge: add it\n")

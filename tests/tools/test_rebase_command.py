@@ -88,7 +88,7 @@ def test_what_is_wrong_is_said_in_a_sentence_before_pytorch_is_imported(run):
     )
     judge = f"{run.run_dir.parents[1]}/functions.py:judge"
     for arguments, wanted in (
-        ([str(run.run_dir), "--judge", judge, "--min-effective-samples", "7"], "it is a share"),
+        ([str(run.run_dir), "--judge", judge, "--min-effective-samples", "7"], "give a share"),
         ([str(Path(__file__).parent), "--judge", judge], "is not a run: give the folder"),
         ([str(run.run_dir), "--judge", judge, "algorithm.nonsense=1"], "algorithm.nonsense"),
     ):

@@ -79,7 +79,7 @@ def test_the_table_has_means_changes_and_errors_by_type(run):
     assert rows[3] == ["all", "6", "0.4000", "0.5000", "1", "2"]
     assert "1 x LookupError, for instance: LookupError: no such answer" in text
     assert "1 x invalid reward" in text
-    assert "not scored, since there is no response to judge: 1 timeout" in text
+    assert "not scored, because there is no response to judge: 1 timeout" in text
 
 
 def test_a_judge_for_text_works_too(run):
@@ -114,7 +114,7 @@ def test_a_judge_that_needs_a_model_is_told_that_none_runs(run):
     async def judge(task, response, auxiliary_models):
         return await auxiliary_models["grader"](response)
 
-    with pytest.raises(FunctionError, match=r"'grader', but tuner replay runs no model"):
+    with pytest.raises(FunctionError, match=r"'grader', but tuner replay loads no model"):
         replay(run, judge, name="j")
     assert not [path for path in run.iterdir() if "replay" in path.name]
 

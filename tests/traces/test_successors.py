@@ -82,5 +82,5 @@ def test_each_call_goes_on_from_the_longest_that_its_prompt_begins_with(calls):
 
 
 def test_an_id_that_is_none_is_refused():
-    with pytest.raises(ValueError, match="no token id"):
+    with pytest.raises(ValueError, match="not a token id"):
         successors(calls_of(([-1], [2])), [0])

@@ -131,7 +131,7 @@ def test_an_empty_batch_is_an_empty_tree():
 
 @pytest.mark.parametrize("id_", [-1, 2**32])
 def test_what_is_no_token_id_is_refused_by_name(id_):
-    with pytest.raises(ValueError, match=f"{id_} is no token id"):
+    with pytest.raises(ValueError, match=f"{id_} is not a token id"):
         TokenTree.build([Ids((1, id_), (2,))])
 
 

@@ -99,11 +99,11 @@ def test_a_pair_is_what_both_follow_and_two_ends(row):
 @pytest.mark.parametrize(
     ("algorithm", "row", "said"),
     [
-        ("sft", {"messages": [ASKED, {**SEVEN, "weight": 0}, ASKED, SEVEN]}, "no weight"),
+        ("sft", {"messages": [ASKED, {**SEVEN, "weight": 0}, ASKED, SEVEN]}, "a message's weight"),
         ("sft", {"text": "a"}, "row 1: there is no column 'prompt'"),
         ("dpo", {"prompt": "a", "chosen": [SEVEN, ASKED, SEVEN], "rejected": [EIGHT]},
          "one assistant message"),
-        ("dpo", {"prompt": "a", "chosen": "7.", "rejected": "8.", "tools": [TOOL]}, "no tools"),
+        ("dpo", {"prompt": "a", "chosen": "7.", "rejected": "8.", "tools": [TOOL]}, "show tools"),
         ("dpo", {"prompt": "a", "chosen": "7.", "rejected": "7."}, "are the same"),
     ],
 )  # fmt: skip

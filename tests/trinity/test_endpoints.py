@@ -170,7 +170,7 @@ async def test_refusals_are_told_apart(model):
         with pytest.raises(ContextLengthError, match="maximum context length is 64"):
             await engine.generate([1] * 60, SamplingParams(max_tokens=10), "s")
         server.refuses = "the server is draining"
-        with pytest.raises(EngineError, match=r"refused a completion with 503: .*draining"):
+        with pytest.raises(EngineError, match=r"rejected a completion with 503: .*draining"):
             await engine.generate(PROMPT, SamplingParams(max_tokens=5), "s")
 
 

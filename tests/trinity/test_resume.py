@@ -111,7 +111,7 @@ def test_explorer_and_trainer_go_on_from_the_checkpoint_although_they_had_got_fu
     assert not (killed.folder / "global_step_3").exists()
     assert killed.progress.trained_steps() == [1, 2]
     assert killed.progress.explored_steps() == [1, 2]
-    assert "going on after step 2 in" in start.said(killed.folder)
+    assert "resuming after step 2 in" in start.said(killed.folder)
 
 
 def test_tinkers_trainer_saves_weights_to_sample_from_again(killed):

@@ -93,4 +93,4 @@ async def test_a_server_behind_a_key_answers_who_has_it(path, key, status):
         answer = await client.get(path, headers={} if key is None else {"authorization": key})
     assert answer.status_code == status
     assert scopes == [("/v1/models", "a=1")] * (status == 200)
-    assert ("demands a key" in answer.text) == (status == 401)
+    assert ("requires a key" in answer.text) == (status == 401)

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from tuner.areal.trajectories import concat_padded_tensors, tensor_container_to
     from tuner.areal.trajectory_batch import TrajectoryBatch
 
-# Imported when they are asked for: a configuration is read without PyTorch.
+# Imported on first use: a configuration is read without PyTorch.
 _MODULES = {
     "tuner.areal.actor": (
         "AllocationMode",

@@ -1,4 +1,4 @@
-"""The actor of the loop in the open: the trainer's verbs on dicts of tensors."""
+"""The actor of an explicit training loop: the trainer's operations on dicts of tensors."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ _PART = re.compile(r"(?:[a-z]+:)?(?P<sizes>(?:[a-z]\d+)+)")
 
 @dataclass(frozen=True)
 class AllocationMode:
-    """Devices of generation and training, as `sglang:d1p1t1+d1p1t1`; one of each here.
+    """Devices of generation and training, such as `sglang:d1p1t1+d1p1t1`; one of each here.
 
     Attributes:
-        text: As it was given.
+        text: The given string.
     """
 
     text: str
 
     @classmethod
     def from_str(cls, text: str) -> Self:
-        """Read an allocation.
+        """Parse an allocation.
 
         Raises:
-            ConfigError: It is no allocation, or asks for more than one device in a part.
+            ConfigError: It is not an allocation, or has more than one device in a part.
         """
         for part in text.split("+"):
             match = _PART.fullmatch(part.strip())
@@ -49,7 +49,7 @@ class AllocationMode:
                 raise ConfigError(f"allocation {text!r}: {part!r} is not of the form sglang:d1p1t1")
             if any(int(size) != 1 for size in re.findall(r"\d+", match["sizes"])):
                 raise ConfigError(
-                    f"allocation {text!r}: {part!r} asks for more than one device, but the local "
+                    f"allocation {text!r}: {part!r} has more than one device, but the local "
                     "loop generates and trains on one; make every size 1"
                 )
         return cls(text)
@@ -57,8 +57,8 @@ class AllocationMode:
 
 @dataclass(frozen=True)
 class WeightUpdateMeta:
-    """How weights are updated. The engine generates with the very weights that are trained, so an
-    update is to say that they have changed; nothing is sent.
+    """Method of weight updates. The engine generates with the trained weights themselves, so an
+    update only announces the change; nothing is sent.
 
     Attributes:
         allocation: Devices.
@@ -68,16 +68,16 @@ class WeightUpdateMeta:
 
     @classmethod
     def from_fsdp_xccl(cls, allocation: AllocationMode) -> Self:
-        """AReaL's name for an update from a trainer to an engine beside it."""
+        """AReaL's name for an update from a trainer to an engine next to it."""
         return cls(allocation)
 
 
 @dataclass(frozen=True)
 class FinetuneSpec:
-    """How long a run is: what the learning rate's schedule needs to know.
+    """Length of a run, for the learning rate's schedule.
 
     Attributes:
-        total_train_epochs: How often the dataset is gone through.
+        total_train_epochs: Number of passes over the dataset.
         dataset_size: Rows of the dataset.
         train_batch_size: Rows in a step.
     """
@@ -88,7 +88,7 @@ class FinetuneSpec:
 
     @property
     def total_train_steps(self) -> int:
-        """Full batches of all epochs together."""
+        """Number of full batches of all epochs together."""
         return max(1, self.total_train_epochs * self.dataset_size // self.train_batch_size)
 
 
@@ -98,14 +98,14 @@ Tensors = MutableMapping[str, Tensor]
 class PPOActor:
     """Trains the run's model on batches of the rollout engine.
 
-        batch["prox_logp"] = actor.compute_logp(batch)   # may be left out
+        batch["prox_logp"] = actor.compute_logp(batch)   # optional
         actor.compute_advantages(batch)
         actor.ppo_update(batch)
         actor.step_lr_scheduler()
         actor.update_weights()
 
     A batch may be changed in between: rewards before the advantages, advantages before the update,
-    zeros in the mask at any time. What is taken out of the mask is counted as dropped.
+    zeros in the mask at any time. Tokens removed from the mask are counted as dropped.
 
     Args:
         config: The section of a `GRPOConfig`; or the run that it shares with a rollout engine.
@@ -116,18 +116,18 @@ class PPOActor:
         self._trainer: PolicyTrainer | None = None
 
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
-        """Load the model, unless the rollout engine did, and make the optimizer; with
-        `algorithm_type: ppo` the critic and its own, too.
+        """Load the model, unless the rollout engine did, and create the optimizer; with
+        `algorithm_type: ppo` also the critic and its optimizer.
 
         Args:
             addr: None; the actor runs in this process.
-            ft_spec: How long the run is, where the learning rate follows a schedule.
+            ft_spec: Length of the run, if the learning rate follows a schedule.
 
         Raises:
             ConfigError: An address is given, or a schedule without its length.
         """
         if addr is not None:
-            raise ConfigError(f"addr is {addr!r}, but training runs in this process: leave it out")
+            raise ConfigError(f"addr is {addr!r}, but training runs in this process: remove it")
         config = self._run.config
         kind = config.algorithm.optimizer.lr_scheduler_type
         if ft_spec is None and kind != "constant":
@@ -140,7 +140,7 @@ class PPOActor:
 
     @property
     def trainer(self) -> PolicyTrainer:
-        """The trainer behind it.
+        """The underlying trainer.
 
         Raises:
             ConfigError: The actor is not initialized.
@@ -151,11 +151,11 @@ class PPOActor:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of the model."""
         return next(self._run.stack.model.parameters()).device
 
     def compute_logp(self, batch: Tensors) -> Tensor:
-        """Log-probs of the trained tokens under the weights as they are, 0 elsewhere.
+        """Log-probs of the trained tokens under the current weights, 0 elsewhere.
 
         Returns:
             Shape [B, L], aligned with `input_ids`.
@@ -168,9 +168,8 @@ class PPOActor:
     def compute_advantages(self, batch: Tensors) -> None:
         """Put the algorithm's advantages into `batch["advantages"]`, shape [B, L].
 
-        Where KL is taken off the rewards, the reference's log-probs come into `batch["ref_logp"]`;
-        where there is a critic, its values and what they are trained towards into `batch["values"]`
-        and `batch["returns"]`.
+        If KL is subtracted from the rewards, the reference's log-probs go to `batch["ref_logp"]`;
+        with a critic, its values and their targets go to `batch["values"]` and `batch["returns"]`.
 
         Raises:
             TrainingError: No two rollouts can be compared.
@@ -183,14 +182,14 @@ class PPOActor:
                 batch[key] = scattered(values, places, batch["input_ids"])
 
     def ppo_update(self, batch: Tensors) -> dict[str, float]:
-        """Update the weights, those of a critic before them. Generation is held from now until
+        """Update the weights, those of a critic first. Generation is held from now until
         `update_weights`.
 
-        Where the batch has `prox_logp`, ratios are taken to that policy and tokens are weighed by
-        its distance to the one that sampled.
+        If the batch has `prox_logp`, ratios are relative to that policy, and tokens are weighted by
+        its distance to the sampling policy.
 
         Returns:
-            As `PolicyTrainer.ppo_update`, and the tokens sampled, trained, and dropped by reason.
+            Like `PolicyTrainer.ppo_update`, and the tokens sampled, trained, and dropped by reason.
 
         Raises:
             TrainingError: The batch has no advantages, or none of the critic's values, no two
@@ -236,21 +235,21 @@ class PPOActor:
         """Let the engine serve the new weights, and generate again unless it is paused.
 
         Args:
-            meta: Of no effect beyond its checks: the weights are in the same process.
+            meta: Only checked: the weights are in the same process.
         """
         trainer, stack = self.trainer, self._run.stack
         self._run.call(lambda: stack.publish(trainer))
         self._run.release("training")
 
     def get_version(self) -> int:
-        """Updates that the weights have seen."""
+        """Number of updates of the weights."""
         return self.trainer.step
 
     def set_version(self, version: int) -> None:
-        """Agree with the caller on the version; it counts updates, and is not set by hand.
+        """Check the caller's version; it counts updates and cannot be set.
 
         Raises:
-            TrainingError: They do not agree.
+            TrainingError: It differs.
         """
         if version != self.trainer.step:
             raise TrainingError(
@@ -259,7 +258,7 @@ class PPOActor:
             )
 
     def save(self, folder: Path | str) -> None:
-        """Write the model, in a form that transformers can load, or the adapter, in peft's; and
+        """Save the model in a form that transformers can load (or the adapter in peft's), and
         tokenizer, optimizers, critic and version."""
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
@@ -268,7 +267,7 @@ class PPOActor:
         (path / "version.json").write_text(json.dumps({"version": self.trainer.step}))
 
     def load(self, folder: Path | str) -> None:
-        """Go on from what `save` wrote: the engine serves these weights, and their version.
+        """Resume from files of `save`: the engine serves these weights, and their version.
 
         Raises:
             ModelLoadError: There is no such model, or adapter.
@@ -288,7 +287,8 @@ class PPOActor:
         self.update_weights()
 
     def _hold_generation(self) -> None:
-        """Until `update_weights`; unless it has weights of its own, and does not make room."""
+        """Hold generation until `update_weights`, unless the engine has its own weights and
+        keeps its memory."""
         self._run.hold("training", self._run.stack.training)
 
     def _read(self, batch: Tensors) -> tuple[Batch, tuple[Place, ...]]:

@@ -1,4 +1,4 @@
-"""Agents that know nothing of training; and whatever runs an agent as one kind of workflow."""
+"""Agents that are independent of training, and the conversion of any agent to a workflow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tuner.runs.stack import adds_up
 from tuner.tasks.functions import Rejected, WorkflowOutput, call_function, check_workflow_function
 from tuner.tasks.loading import load_function
 
-# What requests of such agents say where the model's name does not matter.
+# Model name in the requests of such agents, if the name does not matter.
 ANY_MODEL = "default"
 
 
@@ -28,21 +28,21 @@ class AgentWorkflow:
     """An agent with `async def run(self, data, **extra)` as a workflow function.
 
     `extra` is `base_url`, `api_key` and `http_client`; the last reaches the gateway without a
-    socket, whatever the URL is. `run` may be plain, and need not take what it does not use. It
-    returns the rollout's reward, as a float, int or bool; or a reward by call id; or None to
+    socket, for any URL. `run` may be a plain function, and may omit arguments that it does not use.
+    It returns the rollout's reward, as a float, int or bool; or rewards by call id; or None to
     reject.
 
-    With rewards by call id, a call's return is its own reward and `turn_discount` times the return
-    of the call that goes on from it (the mean of several). A call that neither has a reward nor
-    leads to one, such as a sub-agent's, is not trained, and counted as `excluded_call`.
+    With rewards by call id, a call's return is its own reward plus `turn_discount` times the return
+    of the call that continues it (the mean of several). A call that neither has a reward nor leads
+    to one, such as a sub-agent's, is not trained, and is counted as `excluded_call`.
 
     Args:
-        agent: An instance; a class; or where to find one: "package.module:Name",
+        agent: An instance; a class; or a reference to one: "package.module:Name",
             "path/file.py:Name" or "package.module.Name".
-        turn_discount: What a turn gets of the return of the one after it. Of no use where the run
-            discounts itself (`tuner.algorithm.turn_discount`, ppo), and refused there: rewards by
-            call id are then what is discounted.
-        arguments: For the constructor, where a class is given.
+        turn_discount: A turn's share of the return of the next one. Not allowed if the run has a
+            discount itself (`tuner.algorithm.turn_discount`, ppo), which then discounts the rewards
+            by call id.
+        arguments: For the constructor, if a class is given.
 
     Raises:
         ConfigError: There is no such class, or it does not take the arguments.
@@ -66,27 +66,27 @@ class AgentWorkflow:
             agent = agent(**arguments)
         elif arguments:
             raise ConfigError(
-                f"arguments {', '.join(arguments)} were given, but {agent!r:.80} is made already: "
+                f"arguments {', '.join(arguments)} were given, but {agent!r:.80} is an instance: "
                 "pass its class"
             )
         run = getattr(agent, "run", None)
         if not callable(run):
             raise FunctionError(
-                f"{agent!r:.80} has no run(data, **extra): pass an agent, its class, or where to "
-                "find it"
+                f"{agent!r:.80} has no run(data, **extra): pass an agent, its class, or a "
+                "reference to it"
             )
         parameters = inspect.signature(run).parameters
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         if "data" not in parameters and not takes_any:
             raise FunctionError(
-                f"{type(agent).__name__}.run takes no `data`: it gets the row by it"
+                f"{type(agent).__name__}.run takes no `data`: add this parameter for the row"
             )
         self._run = run
         self._source = f"{type(agent).__name__}.run"
         self._discount = turn_discount
 
     def check_settings(self, config: RunConfig) -> None:
-        """Refuse a discount of its own beside the trainer's.
+        """Reject a discount in addition to the trainer's.
 
         Raises:
             ConfigError: There are two.
@@ -96,8 +96,8 @@ class AgentWorkflow:
             if config.algorithm.advantage_fn == "ppo":
                 by = "algorithm.advantage_fn ppo"
             raise ConfigError(
-                f"AgentWorkflow has turn_discount {self._discount}, and the run too discounts what "
-                f"calls lead to ({by}): leave one of them out"
+                f"AgentWorkflow has turn_discount {self._discount}, but the run also discounts "
+                f"the returns of calls ({by}): remove one of them"
             )
 
     async def __call__(self, task: dict[str, Any], model: SessionHandle) -> WorkflowOutput:
@@ -105,8 +105,8 @@ class AgentWorkflow:
 
         Raises:
             Rejected: It returned None.
-            FunctionError: It returned something else than rewards, or a reward of a call that it
-                did not make.
+            FunctionError: It did not return rewards, or returned a reward of a call that it did not
+                make.
         """
         session = model.session
         session.other_names = (ANY_MODEL,)
@@ -151,15 +151,15 @@ class AgentWorkflow:
 def returns(
     calls: Sequence[RecordedCall], own: Sequence[float | None], discount: float
 ) -> list[float | None]:
-    """The return of each call: its reward, and `discount` times the mean return of the calls that
-    go on from it; None where there is neither.
+    """Return of each call: its reward, plus `discount` times the mean return of the calls that
+    continue it; None if there is neither.
 
-    Call b goes on from call a when its prompt begins with the prompt and the completion of a, and
-    with those of no longer call.
+    Call b continues call a if its prompt begins with the prompt and the completion of a, and with
+    those of no longer call.
 
     Args:
         calls: In order of commitment.
-        own: Their rewards, None where they have none.
+        own: Their rewards, None if they have none.
     """
     ids = [call.call.prompt_ids + call.call.completion_ids for call in calls]
     after: list[list[int]] = [[] for _ in calls]
@@ -186,7 +186,7 @@ def _number(value: Any, source: str) -> float:
         number = float(value) if isinstance(value, Real) else float(value.item())
     except (AttributeError, TypeError, ValueError):
         raise FunctionError(
-            f"{source} returned {value!r:.80} ({type(value).__name__}); it returns a number, "
+            f"{source} returned {value!r:.80} ({type(value).__name__}); it must return a number, "
             "rewards by call id, or None to reject"
         ) from None
     if not math.isfinite(number):
@@ -195,11 +195,11 @@ def _number(value: Any, source: str) -> float:
 
 
 def as_workflow(workflow: Any) -> Any:
-    """What runs an agent, of whatever kind, as a workflow function.
+    """Convert an agent of any kind to a workflow function.
 
     Args:
         workflow: A token-level workflow (an object with `arun_episode`), a `QueueWorkflow`, a
-            workflow function `(task, model)`, or an agent as `AgentWorkflow` takes.
+            workflow function `(task, model)`, or an agent that `AgentWorkflow` takes.
 
     Raises:
         FunctionError: It is none of these.
@@ -212,7 +212,7 @@ def as_workflow(workflow: Any) -> Any:
         return AgentWorkflow(workflow)
     if not callable(workflow):
         raise FunctionError(
-            f"{workflow!r:.80} is no workflow: pass an object with arun_episode, a "
+            f"{workflow!r:.80} is not a workflow: pass an object with arun_episode, a "
             "QueueWorkflow, a workflow function, or an agent with run"
         )
     check_workflow_function(workflow)

@@ -1,4 +1,4 @@
-"""The trajectories of a group's rollouts as tensors, and what became of everything else."""
+"""Trajectories of a group's rollouts as tensors, with the reasons for dropped tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ALL = Selection(needs_group=False, lone_rewards=True)
 
 @dataclass
 class _Made:
-    """A trajectory in the making: its ids, and the call that sampled each of them."""
+    """An incomplete trajectory: its ids, and the call that sampled each of them."""
 
     ids: tuple[int, ...]
     owners: list[int | None]
@@ -34,7 +34,7 @@ class _Made:
 
 
 def derived(trace: Trace) -> Episode:
-    """Its calls, joined where one goes on from another and both have the same reward."""
+    """Trajectories from calls, joined if one continues another and both have the same reward."""
     made: list[_Made] = []
     rollout_reward = trace.reward or 0.0
     for index, call in enumerate(trace.calls):
@@ -56,12 +56,12 @@ def derived(trace: Trace) -> Episode:
 
 
 def derived_by_gain(trace: Trace, bias: float) -> Episode:
-    """A trajectory for each call that gains something or that none goes on from, with the calls
-    that led to it; for algorithms that add up what calls lead to. In all, a call gains what it
-    does without trajectories (`tuner.training.scoring`).
+    """A trajectory for each call that gains something or that no call continues, with the calls
+    that led to it; for algorithms that sum up the returns of calls. In total, a call gains
+    what it does without trajectories (`tuner.training.scoring`).
 
     Args:
-        bias: What is added to each reward that is given (`tuner.algorithm.reward_bias`).
+        bias: Added to each given reward (`tuner.algorithm.reward_bias`).
     """
     calls = tuple(replace(c, excluded=unreplayed(c) is not None) for c in trace.calls)
     rows = build_batch([replace(trace, calls=calls)], selection=_ALL).rows
@@ -72,7 +72,7 @@ def derived_by_gain(trace: Trace, bias: float) -> Episode:
     told = any(call.gained is not None for call in calls)
     made: list[_Made] = []
     of_row: dict[int, _Made] = {}
-    # What goes on from a row is longer than it.
+    # A continuation of a row is longer than it.
     for place in sorted(range(len(rows)), key=lambda place: -len(rows[place])):
         row, follow = rows[place], after[place]
         call = calls[index[row.call_id]]
@@ -81,7 +81,8 @@ def derived_by_gain(trace: Trace, bias: float) -> Episode:
             given = [call.gained] if told else [call.reward, None if follow else trace.reward]
         gains = [gain for gain in given if gain is not None]
         if gains or not follow:
-            # Several rewards have the bias several times, as a trajectory's has it once.
+            # Several rewards contain the bias several times; a trajectory's reward contains it
+            # once.
             reward = sum(gains) + (len(gains) - 1) * bias
             of_row[place] = _Made(row.prompt_ids + row.completion_ids, [None] * len(row), reward)
             made.append(of_row[place])
@@ -107,8 +108,8 @@ class Group:
     """The rollouts of one task.
 
     Attributes:
-        tensors: Its trajectories, padded; `rollout_ids` count from 0. None where it is left out.
-        account: Where everything that was sampled went.
+        tensors: Its trajectories, padded; `rollout_ids` count from 0. None if it is dropped.
+        account: Use of all sampled tokens.
         traces: Every attempt.
     """
 
@@ -118,7 +119,7 @@ class Group:
 
     @property
     def rollouts(self) -> int:
-        """How many rollouts its trajectories are of."""
+        """Number of rollouts of its trajectories."""
         return 0 if self.tensors is None else int(self.tensors["rollout_ids"].max()) + 1
 
 
@@ -130,18 +131,18 @@ def group_of(
     *,
     adds_up: bool = False,
 ) -> Group:
-    """The trajectories of one task's rollouts, chosen and counted.
+    """The selected trajectories of one task's rollouts, with the account of their tokens.
 
-    Of several rollouts each counts once in the group, however many trajectories it has. Of a
-    single rollout every trajectory counts: its workflow gathered a group of its own.
+    Of several rollouts each counts once in the group, however many trajectories it has. Of a single
+    rollout every trajectory counts: its workflow collected a group itself.
 
     Args:
         rollouts: The attempts at each, the last of them final.
-        episodes: By session, where the workflow named trajectories itself.
-        selection: Which groups are trained on, and which rollouts of them.
-        accept: Sees a group's tensors, and says whether it is trained on.
-        adds_up: Whether the algorithm adds up what calls lead to. Trajectories of a single rollout
-            of which one goes on from another then count as one.
+        episodes: By session, if the workflow named trajectories itself.
+        selection: Criteria for groups and their rollouts.
+        accept: Decides from a group's tensors whether it is trained.
+        adds_up: Whether the algorithm sums up the returns of calls. Trajectories of a single
+            rollout then count as one if one continues the other.
     """
     rows: list[dict[str, Tensor]] = []
     members: dict[int, tuple[Trace, list[float]]] = {}
@@ -207,9 +208,9 @@ def group_of(
 
 
 def _gathered(episode: Episode, adds_up: bool) -> list[int]:
-    """Which trajectories of a lone rollout count as one, by number. Where rewards are added up,
-    those of which one goes on from another: it has what that one trained, and does not train it.
-    """
+    """Trajectories of a single rollout that count as one, by number. If rewards are summed up,
+    these are trajectories of which one continues another: it contains the trained tokens of
+    the other, and does not train them."""
     numbers = list(range(len(episode.trajectories)))
     if not adds_up:
         return numbers
@@ -229,7 +230,7 @@ def _gathered(episode: Episode, adds_up: bool) -> list[int]:
 def _tensors(
     trajectory: Trajectory, owners: Sequence[int | None], calls: Sequence[Call]
 ) -> dict[str, Tensor]:
-    """One trajectory with what the trace knows of its trained tokens, shape [1, L]."""
+    """One trajectory with the trace's data of its trained tokens, shape [1, L]."""
     length = len(trajectory.input_ids)
     logprobs, versions = [0.0] * length, [-1] * length
     calls_L = [-1 if owner is None else owner for owner in owners]
@@ -255,7 +256,7 @@ def _tensors(
         "logprobs": torch.tensor([logprobs], dtype=torch.float32),
         "versions": torch.tensor([versions]),
         "calls": torch.tensor([calls_L]),
-        # In float64: the settings must come back as they were sent.
+        # In float64: the settings must be recovered exactly.
         **{
             key: torch.tensor([settings[key]], dtype=torch.float64 if kind is float else None)
             for key, (_, kind) in SAMPLING_KEYS.items()

@@ -1,4 +1,4 @@
-"""Queue agents as workflow functions; agents and environments by name, gymnasium's among them."""
+"""Queue agents as workflow functions; agents and environments by name, including gymnasium's."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _ENVIRONMENTS: dict[str, type[Any]] = {}
 
 @dataclass(frozen=True)
 class AgentAbstraction:
-    """An agent to be made.
+    """Name and arguments of an agent.
 
     Attributes:
         type_: The name it is registered under, or `package.module:Class`, or `path/file.py:Class`.
-        args: What its constructor gets.
+        args: Arguments of its constructor.
     """
 
     type_: str
@@ -54,32 +54,32 @@ class AgentAbstraction:
 
 @dataclass(frozen=True)
 class EnvServiceAbstraction:
-    """An environment to be made, as `AgentAbstraction`."""
+    """Name and arguments of an environment, like `AgentAbstraction`."""
 
     type_: str
     args: Mapping[str, Any] = field(default_factory=dict)
 
 
 def register_agent(name: str, agent_class: type[Any]) -> None:
-    """Make `name` mean a class of agents.
+    """Register a class of agents under `name`.
 
     Raises:
-        ConfigError: It means another one already.
+        ConfigError: The name is taken by another class.
     """
     _register(_AGENTS, "agent", name, agent_class)
 
 
 def register_environment(name: str, environment_class: type[Any]) -> None:
-    """Make `name` mean a class of environments.
+    """Register a class of environments under `name`.
 
     Raises:
-        ConfigError: It means another one already.
+        ConfigError: The name is taken by another class.
     """
     _register(_ENVIRONMENTS, "environment", name, environment_class)
 
 
 def make_agent(agent: AgentAbstraction) -> Any:
-    """An agent of the class that is named.
+    """Create an agent of the named class.
 
     Raises:
         ConfigError: There is no such class, or it does not take the arguments.
@@ -88,7 +88,7 @@ def make_agent(agent: AgentAbstraction) -> Any:
 
 
 def make_environment(environment: EnvServiceAbstraction) -> Any:
-    """An environment of the class that is named.
+    """Create an environment of the named class.
 
     Raises:
         ConfigError: There is no such class, or it does not take the arguments.
@@ -102,7 +102,7 @@ def _environment_maker(environment: EnvServiceAbstraction) -> Callable[[], Any]:
 
 def _register(known: dict[str, type[Any]], what: str, name: str, new: type[Any]) -> None:
     old = known.setdefault(name, new)
-    # A module that is imported twice under one name registers its class anew.
+    # A module that is imported twice under one name registers its class again.
     if (old.__module__, old.__qualname__) != (new.__module__, new.__qualname__):
         raise ConfigError(
             f"{what} {name!r} is {old.__module__}.{old.__qualname__} already; register "
@@ -114,7 +114,8 @@ def _register(known: dict[str, type[Any]], what: str, name: str, new: type[Any])
 def _maker(
     known: Mapping[str, type[Any]], what: str, name: str, args: Mapping[str, Any]
 ) -> Callable[[], Any]:
-    """What makes instances of the class that is named, in a worker too, where nobody registers."""
+    """A factory for instances of the named class; also works in a worker, where nothing is
+    registered."""
     if name in known:
         made: Any = known[name]
     elif ":" in name:
@@ -123,7 +124,7 @@ def _maker(
         names = ", ".join(sorted(known)) or "none"
         raise ConfigError(
             f"there is no {what} {name!r} (registered: {names}); import the module that registers "
-            "it (tuner.imports), or write package.module:Class"
+            "it (tuner.imports), or use package.module:Class"
         )
     given = dict(args)
     if isinstance(given.get("gconfig"), Mapping):
@@ -139,7 +140,7 @@ def _maker(
 
 
 def registered(id: Any) -> Any:
-    """What an id of gymnasium is registered as, for another process where nobody registers it."""
+    """Registration of a gymnasium id, for another process where it is not registered."""
     if isinstance(id, str) and ":" not in id:
         import gymnasium
 
@@ -148,12 +149,12 @@ def registered(id: Any) -> Any:
 
 
 class GymnasiumEnvironment(EnvironmentService):
-    """A gymnasium environment whose calls run in a thread each, one after the other.
+    """A gymnasium environment; each call runs in a thread, one after the other.
 
     Args:
-        id: A registered id such as "FrozenLake-v1", what it is registered as, or an environment.
-        read_action: Turns what the agent gives `step` into the environment's action.
-        make_args: Given to `gymnasium.make`.
+        id: A registered id such as "FrozenLake-v1", its registration, or an environment.
+        read_action: Converts the agent's argument of `step` to the environment's action.
+        make_args: Passed to `gymnasium.make`.
 
     Raises:
         MissingDependencyError: An id is given and gymnasium is not installed.
@@ -167,7 +168,7 @@ class GymnasiumEnvironment(EnvironmentService):
                 import gymnasium
             except ImportError as error:
                 raise MissingDependencyError(
-                    f"environment {id!r} needs gymnasium, which does not import ({error}): "
+                    f"environment {id!r} needs gymnasium, which cannot be imported ({error}): "
                     f"{pip_install('gymnasium')}"
                 ) from error
             id = gymnasium.make(id, **make_args)
@@ -177,21 +178,21 @@ class GymnasiumEnvironment(EnvironmentService):
     async def reset(
         self, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """As gymnasium's `Env.reset`."""
+        """Like gymnasium's `Env.reset`."""
         answer: tuple[Any, dict[str, Any]] = await in_thread(
             functools.partial(self.env.reset, seed=seed, options=options)
         )
         return answer
 
     async def step(self, action: Any) -> Step:
-        """As gymnasium's `Env.step`."""
+        """Like gymnasium's `Env.step`."""
         if self._read_action is not None:
             action = self._read_action(action)
         answer: Step = await in_thread(functools.partial(self.env.step, action))
         return answer
 
     async def close(self) -> None:
-        """As gymnasium's `Env.close`."""
+        """Like gymnasium's `Env.close`."""
         await in_thread(self.env.close)
 
 
@@ -207,19 +208,19 @@ ID_KEYS = ("query_id", "qid", "id")
 class QueueWorkflow(EpisodeWorkflow):
     """A queue agent as a workflow function: `tune(QueueWorkflow(agent, env), dataset=...)`.
 
-    A row's prompt is the first that it has of `input_ids` (token ids), `messages` (rendered with
-    the chat template), `prompt` and `question` (text, encoded as it is); its id the first of
+    A row's prompt is its first field of `input_ids` (token ids), `messages` (rendered with the chat
+    template), `prompt` and `question` (text, encoded without a template); its id is the first of
     `query_id`, `qid` and `id`, else the rollout's own name.
 
-    With `tuner.workers` each worker has an agent and environments of its own. Each rollout has an
-    environment to itself. One whose episode ended well is used again by a later
-    rollout; one whose episode failed, was cancelled or timed out is closed.
+    With `tuner.workers` each worker has its own agent and environments. Each rollout has its own
+    environment. It is used again by a later rollout if the episode ended well; it is closed if the
+    episode failed, was cancelled or timed out.
 
     Args:
-        agent: An object with `collect_trajectory`, or what to make one of.
-        environment: What to make environments of: a class, a function without arguments, or an
+        agent: An object with `collect_trajectory`, or a description of one.
+        environment: Source of environments: a class, a function without arguments, or an
             `EnvServiceAbstraction`. Or an `EnvironmentService`, which all rollouts of a process
-            share: it must then be without state.
+            share: it must then be stateless.
 
     Raises:
         ConfigError: There is no such agent or environment, or it does not take the arguments.
@@ -236,13 +237,13 @@ class QueueWorkflow(EpisodeWorkflow):
         collect = getattr(self._agent, "collect_trajectory", None)
         if collect is None or isinstance(self._agent, type) or not is_async(collect):
             raise FunctionError(
-                f"{agent!r:.80} is no agent: pass an instance with async collect_trajectory("
+                f"{agent!r:.80} is not an agent: pass an instance with async collect_trajectory("
                 "prompt, env, obs_queue, act_queue), or an AgentAbstraction"
             )
         self._make: Callable[[], Any] | None = None
         self._idle: list[Any] = []
         if isinstance(environment, EnvServiceAbstraction):
-            # Made now, so that a wrong name or argument stops the run before it begins.
+            # Created now, so that a wrong name or argument fails before the run begins.
             self._make = _environment_maker(environment)
             self._idle.append(self._make())
         elif callable(environment) and not isinstance(environment, EnvironmentService):
@@ -251,17 +252,17 @@ class QueueWorkflow(EpisodeWorkflow):
             self._shared = environment
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a worker's copy, which makes environments of its own."""
+        """State for a worker's copy, which creates its own environments."""
         make = self._make
         if isinstance(make, functools.partial) and make.func is GymnasiumEnvironment:
             make = functools.partial(make, id=registered(make.keywords["id"]))
         return {**vars(self), "_make": make, "_idle": []}
 
     async def episode(self, task: dict[str, Any], session: Access) -> Episode:
-        """As `EpisodeWorkflow.episode`; no trajectory rejects.
+        """Like `EpisodeWorkflow.episode`; returning no trajectory rejects.
 
         Raises:
-            EnvironmentFault: The environment gave something that is no answer.
+            EnvironmentFault: The environment returned an invalid result.
         """
         engine = SessionEngine(session)
         prompt = _prompt(task, session)
@@ -281,7 +282,7 @@ class QueueWorkflow(EpisodeWorkflow):
         return settled_episode(trajectories, session, self._source)
 
     async def run_ended(self) -> None:
-        """Close every environment that no episode is in; called where no rollout follows."""
+        """Close every environment without a running episode; called if no rollout follows."""
         idle, self._idle = self._idle, []
         for environment in idle:
             _close_beside(environment)
@@ -290,7 +291,7 @@ class QueueWorkflow(EpisodeWorkflow):
     async def _collect(
         self, prompt: SequenceSample, environment: Any, engine: SessionEngine
     ) -> Any:
-        """What the agent returns; the error of an answer that failed is raised, not waited for."""
+        """The agent's result; the error of a failed answer is raised at once."""
         observations = ObservationQueue()
         actions: asyncio.Queue[BundledGenerationOutputs] = asyncio.Queue()
         agent = asyncio.ensure_future(
@@ -309,10 +310,10 @@ class QueueWorkflow(EpisodeWorkflow):
 
 
 def configured_agent(settings: TunerSection) -> QueueWorkflow:
-    """The workflow that `tuner.agent`, `tuner.environment` and `tuner.imports` describe.
+    """The workflow from `tuner.agent`, `tuner.environment` and `tuner.imports`.
 
     Raises:
-        ConfigError: A module cannot be imported, a class is not there, or it does not take the
+        ConfigError: A module cannot be imported, a class is missing, or it does not take the
             arguments.
     """
     environment = settings.environment
@@ -331,7 +332,7 @@ _closing: set[asyncio.Future[None]] = set()
 
 
 def _close_beside(environment: Any) -> None:
-    """Close an environment while the error or cancellation that it failed with goes on."""
+    """Close an environment in the background while its error or cancellation propagates."""
 
     async def close() -> None:
         try:
@@ -346,18 +347,18 @@ def _close_beside(environment: Any) -> None:
 
 
 def _prompt(task: dict[str, Any], session: Access) -> SequenceSample:
-    """A row of the dataset as the prompt that an agent gets."""
+    """A row of the dataset as an agent's prompt."""
     key = next((key for key in PROMPT_KEYS if key in task), None)
     if key is None:
         raise FunctionError(
-            f"the task has none of {', '.join(PROMPT_KEYS)} to make a prompt of; its fields are "
+            f"the task has none of {', '.join(PROMPT_KEYS)} to make a prompt from; its fields are "
             f"{', '.join(task)}"
         )
     value = task[key]
     if key == "messages" and isinstance(value, str):
         raise FunctionError(
-            f"the task's messages are text ({value!r:.60}): give a list of messages, or name the "
-            "field prompt to encode it as it is"
+            f"the task's messages are text ({value!r:.60}), but must be a list of messages; or "
+            "name the field prompt to encode the text without a template"
         )
     if key == "messages" or isinstance(value, str):
         value = session.encode(value)

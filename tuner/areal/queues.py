@@ -1,12 +1,12 @@
-"""Agents with queues: observations go out, answers come in, the agent owns its tokens.
+"""Agents with queues: observations go out, answers come in, the agent manages its tokens.
 
 agent ──▶ obs_queue: (qid, token_ids, gconfig) ──▶ engine ──▶ act_queue ──▶ agent
   │  ▲
   ▼  │ observation, reward, terminated, truncated, info
 environment
 
-What agents receive and return are `SequenceSample`s. Several sequences of one prompt lie one behind
-the other in each tensor; `seqlens` cuts them:
+Agents receive and return `SequenceSample`s. Several sequences of one prompt are concatenated in
+each tensor, and `seqlens` gives their lengths:
 
     packed_input_ids  q q q a a q q q a a a o b    seqlens [[5, 8]]
     prompt_mask       1 1 1 0 0 1 1 1 1 1 1 1 0    seqlens [[5, 8]]
@@ -38,15 +38,15 @@ IDS, MASK, LOGPROBS, REWARDS = "packed_input_ids", "prompt_mask", "packed_logpro
 class SequenceSample:
     """Packed tensors of the sequences of one prompt.
 
-    Of a trajectory, `packed_input_ids`, `prompt_mask`, `packed_logprobs` and `rewards` are read;
-    log-probs at prompt tokens mean nothing. Other keys are kept and have no effect.
+    For a trajectory, `packed_input_ids`, `prompt_mask`, `packed_logprobs` and `rewards` are read;
+    log-probs at prompt tokens are ignored. Other keys are kept and have no effect.
 
     Attributes:
         ids: The prompt's id, as the only item.
-        data: Tensors by key, each with the sequences one behind the other.
+        data: Tensors by key, each with the concatenated sequences.
         seqlens: Lengths of the sequences by key, in a list for each id.
-        keys: Those of `data`; those that are named are required to be there.
-        dtypes, trailing_shapes: As in AReaL; tensors know both themselves.
+        keys: Those of `data`; named keys must exist.
+        dtypes, trailing_shapes: For compatibility with AReaL; tensors have both themselves.
         metadata: For the agent: `task` is the row of the dataset.
     """
 
@@ -66,11 +66,11 @@ class SequenceSample:
 
     @property
     def bs(self) -> int:
-        """How many prompts it is of."""
+        """Number of prompts."""
         return len(self.ids)
 
     def update_(self, other: SequenceSample) -> None:
-        """Take over the keys of `other`."""
+        """Copy the keys of `other`."""
         self.data |= other.data
         self.seqlens |= other.seqlens
         self.metadata |= other.metadata
@@ -78,15 +78,15 @@ class SequenceSample:
 
 
 def trajectories_of(values: Any, source: str) -> list[Trajectory]:
-    """The trajectories that an agent returned: `SequenceSample`s, or dicts of padded tensors.
+    """Trajectories from an agent's result: `SequenceSample`s, or dicts of padded tensors.
 
     Raises:
-        FunctionError: It is something else, or lengths do not agree; the message has them.
+        FunctionError: It is something else, or lengths differ; the message has them.
     """
     if not isinstance(values, (list, tuple)):
         raise FunctionError(
-            f"{source} returned {values!r:.80} ({type(values).__name__}); it returns a list of "
-            "trajectories, empty to reject"
+            f"{source} returned {values!r:.80} ({type(values).__name__}); it must return a list "
+            "of trajectories, empty to reject"
         )
     trajectories: list[Trajectory] = []
     for value in values:
@@ -114,7 +114,7 @@ def _sequences(sample: SequenceSample, source: str) -> list[Trajectory]:
         if not len(ids_L) == len(prompt_L) == len(logprobs_L) + 1:
             raise FunctionError(
                 f"the lengths of sequence {place} of {source} do not agree: {IDS} {len(ids_L)}, "
-                f"{MASK} {len(prompt_L)}, {LOGPROBS} {len(logprobs_L)}; they are L, L and L - 1"
+                f"{MASK} {len(prompt_L)}, {LOGPROBS} {len(logprobs_L)}; they must be L, L and L - 1"
             )
         tensors = {
             "input_ids": ids_L[None],
@@ -134,7 +134,7 @@ def _cut(sample: SequenceSample, key: str, source: str) -> list[Tensor]:
     if lengths is None or len(lengths) != 1 or len(sample.ids) != 1:
         raise FunctionError(
             f"a SequenceSample of {source} has ids {sample.ids} and seqlens {lengths} of {key}; "
-            "it is of one prompt, with one list of lengths"
+            "it must have one prompt, with one list of lengths"
         )
     if sum(lengths[0]) != len(packed):
         raise FunctionError(
@@ -149,7 +149,7 @@ Step: TypeAlias = tuple[Any, Any, bool, bool, dict[str, Any]]
 
 
 class EnvironmentFault(TunerError):
-    """An environment gave something that is no answer of an environment."""
+    """An environment returned an invalid result."""
 
 
 class EnvironmentService(ABC):
@@ -168,19 +168,19 @@ class EnvironmentService(ABC):
 
     @abstractmethod
     async def step(self, action: Any) -> Step:
-        """Act once.
+        """Take one action.
 
         Returns:
             Observation, reward, whether the episode has ended, whether it was cut off, and info.
         """
 
     async def close(self) -> None:  # noqa: B027  # most environments hold nothing
-        """Let go of what the environment holds."""
+        """Release the environment's resources."""
 
 
 class Agent(ABC):
-    """An agent that asks for answers through queues. One instance serves all rollouts of a
-    process, also at the same time."""
+    """An agent that requests answers through queues. One instance serves all rollouts of a process,
+    concurrently."""
 
     @abstractmethod
     async def collect_trajectory(
@@ -195,12 +195,12 @@ class Agent(ABC):
         Args:
             prompt: `ids[0]` is the prompt's id, `data["packed_prompts"]` its token ids, shape [P],
                 `metadata["task"]` the row of the dataset.
-            env: The environment; its answers are checked.
+            env: The environment; its results are checked.
             obs_queue: Takes `(qid, token_ids, gconfig)`.
-            act_queue: Gives one bundle for each observation, in their order.
+            act_queue: Gives one bundle for each observation, in the same order.
 
         Returns:
-            `SequenceSample`s, or dicts of tensors as a token-level workflow returns them; an empty
+            `SequenceSample`s, or dicts of tensors like those of a token-level workflow; an empty
             list rejects the episode.
         """
 
@@ -214,9 +214,10 @@ class BundledGenerationOutputs:
         prompt_ids: The observation's token ids, shape [P].
         output_ids: Sampled ids of each answer, shape [T] each.
         seqs: `prompt_ids` and `output_ids` of each, shape [P + T].
-        logprobs: Of every token of `seqs` but the first, 0 at prompt tokens; shape [P + T - 1].
+        logprobs: Log-prob of every token of `seqs` except the first, 0 at prompt tokens; shape
+            [P + T - 1].
         no_eos: Whether each answer was cut off.
-        version_start: Updates that the weights had seen at each answer's first token.
+        version_start: Version of the weights (number of updates) at each answer's first token.
         version_end: The same at its last.
     """
 
@@ -243,7 +244,7 @@ class BundledGenerationOutputs:
 
 
 class ObservationQueue(asyncio.Queue[Observation]):
-    """Checks observations where they are put, and copies their ids, which agents go on with."""
+    """Checks observations on `put`, and copies their ids, which agents may extend."""
 
     def _put(self, item: Observation) -> None:
         fits = isinstance(item, tuple) and len(item) == 3
@@ -261,10 +262,10 @@ async def serve(
     observations: asyncio.Queue[Observation],
     actions: asyncio.Queue[BundledGenerationOutputs],
 ) -> None:
-    """Answer observations until cancelled: all at once, in their order.
+    """Answer observations until cancelled: concurrently, delivered in order.
 
     Raises:
-        As `SessionEngine.agenerate`.
+        Like `SessionEngine.agenerate`.
     """
     begun: asyncio.Queue[asyncio.Task[BundledGenerationOutputs]] = asyncio.Queue()
 
@@ -296,7 +297,7 @@ async def serve(
 
 
 class CheckedEnvironment(EnvironmentService):
-    """An environment whose answers are looked at before the agent sees them."""
+    """An environment whose results are checked before the agent gets them."""
 
     def __init__(self, environment: EnvironmentService) -> None:
         self._environment = environment
@@ -308,28 +309,28 @@ class CheckedEnvironment(EnvironmentService):
     async def reset(
         self, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """As `EnvironmentService.reset`.
+        """Like `EnvironmentService.reset`.
 
         Raises:
-            EnvironmentFault: The answer is not two values.
+            EnvironmentFault: The result is not two values.
         """
         answer = await self._environment.reset(seed=seed, options=options)
         if not isinstance(answer, tuple) or len(answer) != 2:
             raise EnvironmentFault(
-                f"{self._name}.reset returned {answer!r:.80}; it returns (observation, info)"
+                f"{self._name}.reset returned {answer!r:.80}; it must return (observation, info)"
             )
         return answer
 
     async def step(self, action: Any) -> Step:
-        """As `EnvironmentService.step`.
+        """Like `EnvironmentService.step`.
 
         Raises:
-            EnvironmentFault: The answer is not five values.
+            EnvironmentFault: The result is not five values.
         """
         answer = await self._environment.step(action)
         if not isinstance(answer, tuple) or len(answer) != 5:
             raise EnvironmentFault(
-                f"{self._name}.step returned {answer!r:.80}; it returns (observation, reward, "
+                f"{self._name}.step returned {answer!r:.80}; it must return (observation, reward, "
                 "terminated, truncated, info)"
             )
         return answer

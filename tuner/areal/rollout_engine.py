@@ -1,4 +1,5 @@
-"""The rollout engine of the loop in the open: batches of rows in, batches of trajectories out."""
+"""The rollout engine of an explicit training loop: batches of rows in, batches of trajectories
+out."""
 
 from __future__ import annotations
 
@@ -28,13 +29,13 @@ from tuner.traces import RolloutId
 class RolloutEngine:
     """Generates with the weights that the run's actor trains.
 
-    Its verbs are plain functions, except `agenerate`; they may be called where an event loop is
-    running, as in a notebook, and then hold it up until they are done.
+    Its methods are plain functions, except `agenerate`; they may be called inside a running event
+    loop, as in a notebook, and then block it until they return.
 
     Args:
         config: The section of a `GRPOConfig`; or the run that it shares with an actor.
-        max_head_offpolicyness: Updates by which a sample of `prepare_batch` may be older than the
-            weights that it trains; None: the section's, or 0.
+        max_head_offpolicyness: Maximum number of updates by which a sample of `prepare_batch` may
+            be older than the weights it trains; None: the section's, or 0.
     """
 
     def __init__(
@@ -59,13 +60,11 @@ class RolloutEngine:
             ConfigError: An address is given: generation runs here, not on a server.
         """
         if addr is not None:
-            raise ConfigError(
-                f"addr is {addr!r}, but generation runs in this process: leave it out"
-            )
+            raise ConfigError(f"addr is {addr!r}, but generation runs in this process: remove it")
         _ = self._run.stack
 
     def destroy(self) -> None:
-        """Cancel what was begun ahead of time."""
+        """Cancel rollouts that were started in advance."""
         if len(self._ahead):
             self._run.call(self._ahead.cancel)
         self._rows.clear()
@@ -73,15 +72,15 @@ class RolloutEngine:
 
     @property
     def tokenizer(self) -> Any:
-        """The model's."""
+        """The model's tokenizer."""
         return self._run.stack.tokenizer
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """One answer outside of any rollout: it is not recorded, and never trained.
+        """Sample one answer outside of any rollout: it is not recorded, and never trained.
 
         Raises:
-            TrainingError: Nothing can be generated now.
-            ConfigError, RequestError, EngineError: As `SessionEngine.agenerate`.
+            TrainingError: Generation is held or paused.
+            ConfigError, RequestError, EngineError: Like `SessionEngine.agenerate`.
         """
         self._run.check_can_generate()
         gateway = self._run.stack.gateway
@@ -104,19 +103,19 @@ class RolloutEngine:
 
         Args:
             data: Rows of the dataset.
-            workflow: As `as_workflow` takes.
-            group_size: Rollouts of each row; their rewards are compared. 1: the workflow gathers a
+            workflow: Any workflow that `as_workflow` takes.
+            group_size: Rollouts of each row; their rewards are compared. 1: the workflow collects a
                 group itself, and each of its trajectories counts.
-            should_accept_fn: Sees the tensors of one row's rollouts, and says whether to train
-                them.
+            should_accept_fn: Decides from the tensors of one row's rollouts whether they are
+                trained.
 
         Returns:
-            The trajectories of all groups that are left, in the order of the rows.
+            The trajectories of all accepted groups, in the order of the rows.
 
         Raises:
-            TrainingError: Nothing is left to train; or generation is paused.
-            FunctionError: The workflow returned what cannot be trained as it says.
-            ConfigError: The workflow and the configuration do not go together.
+            TrainingError: There is nothing to train; or generation is paused.
+            FunctionError: The workflow's result cannot be trained as declared.
+            ConfigError: The workflow and the configuration contradict each other.
         """
         groups = self._groups_of(workflow, group_size, should_accept_fn)
         return _joined(self._run.call(lambda: groups(self._numbered(data))))
@@ -129,24 +128,24 @@ class RolloutEngine:
         group_size: int = 1,
         should_accept_fn: AcceptFunction | None = None,
     ) -> TrajectoryBatch:
-        """The next batch, with groups begun ahead of time as far as staleness allows.
+        """The next batch; starts groups in advance as far as staleness allows.
 
-        What is begun goes on while the caller trains. A group that is left out is replaced by
-        another, and counted. The arguments apply to groups that are begun from now on.
+        Started groups continue while the caller trains. A dropped group is replaced by another, and
+        counted. The arguments apply to groups that are started from now on.
 
         Args:
             dataloader: Gives batches of rows; its `batch_size` is the number of groups in a step.
-                Gone through again and again.
-            workflow: As in `rollout_batch`, like `group_size` and `should_accept_fn`.
+                Iterated over repeatedly.
+            workflow: Like in `rollout_batch`; also `group_size` and `should_accept_fn`.
 
         Returns:
             As many groups as a batch of the dataloader has rows, the oldest first.
 
         Raises:
-            TrainingError: No group of `tuner.signal_patience` batches was left to train; or
+            TrainingError: No group of `tuner.signal_patience` batches could be trained; or
                 generation is paused.
-            FunctionError: The workflow returned what cannot be trained as it says.
-            ConfigError: The workflow and the configuration do not go together.
+            FunctionError: The workflow's result cannot be trained as declared.
+            ConfigError: The workflow and the configuration contradict each other.
         """
         groups = self._groups_of(workflow, group_size, should_accept_fn)
         batch, patience = int(dataloader.batch_size), self._run.config.tuner.signal_patience
@@ -154,7 +153,7 @@ class RolloutEngine:
         left_out: list[Group] = []
 
         def begin(done: int) -> None:
-            """As many groups as staleness allows."""
+            """Start as many groups as staleness allows."""
             most = self._run.config.explorer.runner_per_model
             allowed = admissible(
                 max_running=max(1, most // group_size),
@@ -174,13 +173,13 @@ class RolloutEngine:
                 begin(len(done))
                 if not len(self._ahead):
                     raise TrainingError(
-                        f"no group may be begun: the weights have seen {self.get_version()} "
+                        f"no group may be started: the weights have had {self.get_version()} "
                         f"updates, and the samples of {self._accepted // batch} more batches are "
                         f"out; call actor.update_weights() after each batch, or raise "
                         f"max_head_offpolicyness ({self._staleness})"
                     )
                 await self._ahead.until(lambda: bool(self._ahead.ended))
-                # Oldest first, and no more than are needed: the others stay for the next batch.
+                # Oldest first, and no more than needed: the others stay for the next batch.
                 numbers = self._ahead.ended[: batch - len(done)]
                 for number, (group,) in zip(numbers, self._ahead.take(numbers), strict=True):
                     del self._rows[number]
@@ -198,7 +197,7 @@ class RolloutEngine:
         return _joined([*taken, *left_out])
 
     def _next_row(self, dataloader: Any) -> dict[str, Any]:
-        """Of the data loader's batches, gone through again and again."""
+        """The next row of the data loader's batches, iterated over repeatedly."""
         if self._batches is None or self._batches[0] is not dataloader:
             if self._batches is not None:
                 self._waiting = []
@@ -208,11 +207,11 @@ class RolloutEngine:
         return self._waiting.pop(0)
 
     def _counted(self, batch: int) -> int:
-        """Groups that were handed out; after a resume those of the updates before."""
+        """Number of groups that were returned; after a resume those of the earlier updates."""
         return max(self._accepted, self.get_version() * batch)
 
     def _numbered(self, rows: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-        """Rows of which groups are begun, by the numbers of those."""
+        """Rows by group number."""
         first = self._begun + 1
         self._begun += len(rows)
         return dict(enumerate(rows, first))
@@ -220,8 +219,8 @@ class RolloutEngine:
     def _groups_of(
         self, workflow: Any, group_size: int, accept: AcceptFunction | None
     ) -> Callable[[Mapping[int, dict[str, Any]]], Coroutine[Any, Any, list[Group]]]:
-        """What runs a group of rollouts of each row, by number, once the workflow and its settings
-        are checked."""
+        """A function that runs a group of rollouts for each row, by number; checks the workflow and
+        its settings first."""
         self._run.check_can_generate()
         workflow, config = as_workflow(workflow), self._run.config
         check_settings(workflow, config)
@@ -250,18 +249,18 @@ class RolloutEngine:
         self._run.hold("paused", self._run.stack.engine.pause)
 
     def resume(self) -> None:
-        """Let generation go on."""
+        """Continue generation."""
         self._run.release("paused")
 
     def get_version(self) -> int:
-        """Updates that the weights have seen which sample the next token."""
+        """Version (number of updates) of the weights that sample the next token."""
         return self._run.stack.engine.version
 
     def set_version(self, version: int) -> None:
-        """Agree with the caller on the version; it counts updates, and is not set by hand.
+        """Check the caller's version; it counts updates and cannot be set.
 
         Raises:
-            TrainingError: They do not agree.
+            TrainingError: It differs.
         """
         if version != self.get_version():
             raise TrainingError(
@@ -271,18 +270,18 @@ class RolloutEngine:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` goes on from, beside the data loader's own state: how many groups
-        were begun, and the rows that the data loader gave and no batch has had yet."""
+        """State for `load_state_dict`, in addition to the data loader's own: the number of started
+        groups, and the data loader's rows that were not yet in a batch."""
         rows = [self._rows[number] for number in sorted(self._rows)] + self._waiting
         return {"begun": self._begun - len(self._ahead), "rows": rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the state was taken; groups that were under way are run again."""
+        """Resume from a state; groups in progress at that time are run again."""
         self._begun, self._waiting = state["begun"], list(state["rows"])
 
 
 def _joined(groups: Sequence[Group]) -> TrajectoryBatch:
-    """Groups as one batch, numbered anew."""
+    """Groups as one batch, renumbered."""
     parts = []
     rollouts = accumulate((group.rollouts for group in groups), initial=0)
     for number, (group, first) in enumerate(zip(groups, rollouts, strict=False)):
@@ -310,17 +309,17 @@ def _nothing_left(groups: Sequence[Group]) -> TrainingError:
 
 
 class StatefulDataLoader:
-    """Goes through a dataset in batches; each `iter` goes on to the end of the epoch.
+    """Iterates over a dataset in batches; each `iter` continues to the end of the epoch.
 
-    The order of an epoch depends on the seed and the epoch alone, so two numbers are its state.
+    The order of an epoch depends only on the seed and the epoch, so two numbers are its state.
 
     Args:
         dataset: Anything with a length and rows by index.
         batch_size: Rows in a batch.
         shuffle: Draw a new order for each epoch.
         seed: Seed of the orders.
-        drop_last: Leave out the last batch of an epoch where it is not full.
-        collate_fn: Makes a batch of a list of rows.
+        drop_last: Drop the last batch of an epoch if it is incomplete.
+        collate_fn: Makes a batch from a list of rows.
 
     Raises:
         DatasetError: The dataset has no rows, or fewer than a batch and `drop_last` is set.
@@ -351,7 +350,7 @@ class StatefulDataLoader:
         self._batch = 0
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """Number of batches in an epoch."""
         rows = len(self.dataset)
         return rows // self.batch_size if self._drop_last else -(-rows // self.batch_size)
 
@@ -359,17 +358,17 @@ class StatefulDataLoader:
         while self._batch < len(self):
             start = self._batch * self.batch_size
             rows = self._order()[start : start + self.batch_size]
-            # Counted before the batch is used: its user may save the state meanwhile.
+            # Counted before the batch is used: the caller may save the state in the meantime.
             self._batch += 1
             yield self._collate([self.dataset[row] for row in rows])
         self._epoch, self._batch = self._epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
-        """What `load_state_dict` goes on from."""
+        """State for `load_state_dict`."""
         return {"epoch": self._epoch, "batch": self._batch}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where the state was taken."""
+        """Resume from a state."""
         self._epoch, self._batch = state["epoch"], state["batch"]
 
     def _order(self) -> list[int]:
@@ -380,7 +379,7 @@ class StatefulDataLoader:
 
 
 def _endless(dataloader: Any) -> Iterator[Any]:
-    """Batches of one epoch after the other, each read anew: `itertools.cycle` would repeat the
-    batches of the first, in their order."""
+    """Batches of consecutive epochs, each read again: `itertools.cycle` would repeat the batches of
+    the first, in their order."""
     while True:
         yield from dataloader

@@ -1,4 +1,5 @@
-"""What actor and rollout engine of one run share: the model, an event loop, the lock on weights."""
+"""State shared by actor and rollout engine of one run: the model, an event loop, the weights'
+lock."""
 
 from __future__ import annotations
 
@@ -21,18 +22,18 @@ from tuner.tune import with_default_model
 
 T = TypeVar("T")
 
-# What the rollouts of the current task run, and the episodes that they name, by session.
+# The workflow of the current task's rollouts, and the episodes that they name, by session.
 RUNNING: ContextVar[tuple[Any, dict[str, Episode]]] = ContextVar("RUNNING")
 
 
 class Run:
-    """One model that is generated with and trained, and the thread that generation runs in.
+    """One model for generation and training, and the thread in which generation runs.
 
-    The verbs of the loop in the open are plain functions that may be called from anywhere, a
-    notebook's running event loop included: what is asynchronous runs in a loop of its own.
+    The methods of an explicit training loop are plain functions that may be called from anywhere,
+    including a notebook's running event loop: asynchronous code runs in a separate loop.
 
     Args:
-        config: The effective configuration, or what gives it when the model is loaded.
+        config: The effective configuration, or a function that returns it when the model is loaded.
     """
 
     def __init__(self, config: RunConfig | Callable[[], RunConfig]) -> None:
@@ -45,7 +46,7 @@ class Run:
 
     @property
     def config(self) -> RunConfig:
-        """The effective configuration, fixed when it is first asked for."""
+        """The effective configuration, fixed at the first access."""
         if self._effective is None:
             config = self._config() if callable(self._config) else self._config
             _check_settings(config)
@@ -54,13 +55,13 @@ class Run:
 
     @property
     def defaults(self) -> SamplingDefaults:
-        """What calls that do not say are sampled with."""
+        """Sampling settings of calls that do not set them."""
         args = self.config.rollout_args(self.config.buffer.explorer_input.taskset)
         return SamplingDefaults(**args.model_dump())
 
     @property
     def stack(self) -> Stack:
-        """Model, engine and gateway; loaded when they are first needed."""
+        """Model, engine and gateway; loaded at the first access."""
         if self._stack is None:
 
             async def build() -> Stack:
@@ -74,14 +75,14 @@ class Run:
         """Runs rollouts of the workflow in `RUNNING`; nothing is stored."""
         if self._rollouts is None:
             runner, config = self.stack.runner, self.config
-            assert runner is not None, "the loop in the open always has a workflow"
+            assert runner is not None, "an explicit training loop always has a workflow"
             most = 1 if config.tuner.deterministic else config.explorer.runner_per_model
             self._rollouts = Rollouts(runner, None, max_running=most)
         return self._rollouts
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop that generation runs in."""
+        """The event loop of generation."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name="tuner-areal", daemon=True).start()
@@ -96,8 +97,8 @@ class Run:
         with contextlib.suppress(RuntimeError):
             if asyncio.get_running_loop() is self._loop:
                 raise ConfigError(
-                    "a workflow called a verb of the training loop, which waits for workflows: use "
-                    "engine.agenerate inside workflows"
+                    "a workflow called a function of the training loop, which waits for workflows: "
+                    "use engine.agenerate inside workflows"
                 )
         return asyncio.run_coroutine_threadsafe(work(), self.loop).result()
 
@@ -106,7 +107,7 @@ class Run:
         why: Literal["paused", "training", "computing"],
         block: Callable[[], AbstractAsyncContextManager[None]],
     ) -> None:
-        """Be inside `block()`, which holds generation, until `release(why)`."""
+        """Enter `block()`, which holds generation, until `release(why)`."""
 
         async def enter() -> AsyncExitStack:
             stack = AsyncExitStack()
@@ -117,14 +118,14 @@ class Run:
             self._held[why] = self.call(enter)
 
     def release(self, why: Literal["paused", "training", "computing"]) -> None:
-        """Let generation go on, as far as this held it."""
+        """Continue generation, as far as it was held for this reason."""
         if why in self._held:
             self.call(self._held.pop(why).aclose)
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Hold generation while the block runs: one model computes one thing at a time. Where
-        generation has weights of its own, it goes on."""
+        """Hold generation while the block runs: one model computes one thing at a time. Generation
+        with its own weights continues."""
         if not self.stack.shares_weights:
             yield
             return
@@ -135,21 +136,21 @@ class Run:
             self.release("computing")
 
     def check_can_generate(self) -> None:
-        """Load the model, and refuse to wait for answers that nobody will give.
+        """Load the model, and check that answers are possible.
 
         Raises:
             TrainingError: Generation is paused, or new weights were not published.
         """
         if self.stack.takes_turns and "training" in self._held:
             raise TrainingError(
-                "ppo_update changed the weights and the engine does not know yet: call "
+                "ppo_update changed the weights, but the engine was not told: call "
                 "actor.update_weights() before generating"
             )
         if "paused" in self._held:
             raise TrainingError("the rollout engine is paused: call resume() before generating")
 
     def close(self) -> None:
-        """Stop generation and forget the model; a later use loads it again."""
+        """Stop generation and drop the model; the next use loads it again."""
         if self._stack is not None:
             self.call(self._stack.aclose)
             self._stack = self._rollouts = None
@@ -162,7 +163,7 @@ class Run:
 async def _dispatch(
     task: dict[str, Any], model: Any, auxiliary_models: Any, logger: Any
 ) -> WorkflowOutput:
-    """One rollout of the workflow in `RUNNING`."""
+    """Run one rollout of the workflow in `RUNNING`."""
     workflow, episodes = RUNNING.get()
     if not isinstance(workflow, EpisodeWorkflow):
         return await call_workflow(
@@ -173,24 +174,20 @@ async def _dispatch(
 
 
 def _check_settings(config: RunConfig) -> None:
-    """Refuse settings that would have no effect here.
-
-    Raises:
-        ConfigError: One is set.
-    """
+    """Reject settings that would have no effect here."""
     if config.tuner.on_failure != "drop":
         raise ConfigError(
-            f"tuner.on_failure is {config.tuner.on_failure!r}, but the loop in the open leaves "
-            "failed rollouts out (batch.account counts them); set it to drop"
+            f"tuner.on_failure is {config.tuner.on_failure!r}, but an explicit training loop drops "
+            "failed rollouts (batch.account counts them); set it to drop"
         )
     if config.tuner.workers:
         raise ConfigError(
-            f"tuner.workers is {config.tuner.workers}, but the loop in the open runs agents in its "
-            "own process: set it to 0"
+            f"tuner.workers is {config.tuner.workers}, but an explicit training loop runs agents "
+            "in its own process: set it to 0"
         )
     if config.tuner.algorithm.overlong_buffer is not None:
         raise ConfigError(
-            f"tuner.algorithm.overlong_buffer is {config.tuner.algorithm.overlong_buffer}, but the "
-            "loop in the open takes rewards as the workflow gives them: punish long answers there, "
-            "or leave it out"
+            f"tuner.algorithm.overlong_buffer is {config.tuner.algorithm.overlong_buffer}, but an "
+            "explicit training loop uses the workflow's rewards unchanged: penalize long answers "
+            "there, or remove the setting"
         )

@@ -1,4 +1,4 @@
-"""Token-level workflows: what they ask an engine for, and what their episodes leave behind."""
+"""Token-level workflows: their requests to an engine, and the results of their episodes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ StopReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """One answer to ask for.
+    """A request for one answer.
 
     Attributes:
         input_ids: The prompt, shape [P]. Copied: the list may grow afterwards.
-        gconfig: How the answer is sampled.
-        rid: The trajectory that the request belongs to. AReaL keeps requests of one on one server;
+        gconfig: Sampling settings.
+        rid: The trajectory of the request. AReaL keeps requests of one trajectory on one server;
             here there is one engine, whose prefix cache finds the earlier turns by their ids.
     """
 
@@ -47,11 +47,12 @@ class ModelResponse:
 
     Attributes:
         input_tokens: The prompt, shape [P].
-        output_tokens: Sampled ids, an end-of-sequence token included, shape [T].
+        output_tokens: Sampled ids with the end-of-sequence token, shape [T].
         output_logprobs: Log-probs of the sampled ids under the distribution that was sampled
             from, shape [T].
-        output_versions: Updates that the weights had seen which sampled each token, shape [T].
-        stop_reason: "length" where the answer was cut off, else "stop".
+        output_versions: Version (number of updates) of the weights that sampled each token, shape
+            [T].
+        stop_reason: "length" if the answer was cut off, else "stop".
         latency: Seconds from request to answer.
     """
 
@@ -72,17 +73,17 @@ class ModelResponse:
 
 
 class InferenceEngine(Protocol):
-    """What a token-level workflow generates with."""
+    """The engine of a token-level workflow."""
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Sample one answer."""
 
 
 class SessionEngine:
-    """The engine that an episode gets: the gateway's, through the rollout's own session.
+    """The engine of an episode: the gateway's, through the rollout's own session.
 
     Args:
-        session: Whose calls the answers become.
+        session: Records the answers as calls.
 
     Attributes:
         tokenizer: The model's.
@@ -96,14 +97,14 @@ class SessionEngine:
         return self._session.tokenizer
 
     def get_version(self) -> int:
-        """Updates that the weights have seen which sample the next token."""
+        """Version (number of updates) of the weights that sample the next token."""
         return self._session.version
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Sample one answer and record it.
 
         Raises:
-            ConfigError: A setting is out of its range, or cannot be honoured.
+            ConfigError: A setting is out of its range, or not supported.
             RequestError: The prompt is empty, unknown to the model or too long; or the rollout has
                 ended or used up its limits.
             EngineError: The engine failed.
@@ -127,17 +128,17 @@ class SessionEngine:
     async def sample(
         self, prompt_ids: list[int], gconfig: GenerationHyperparameters
     ) -> tuple[Generation, ...]:
-        """`gconfig.n_samples` answers to one prompt, each a call of the trace.
+        """Sample `gconfig.n_samples` answers to one prompt, each a call of the trace.
 
         Raises:
-            ConfigError, RequestError, EngineError: As `agenerate`.
+            ConfigError, RequestError, EngineError: Like `agenerate`.
         """
         wanted = set(gconfig.stop_token_ids)
         if wanted and (unknown := wanted - self._session.end_ids):
             ends = sorted(self._session.end_ids)
             raise ConfigError(
-                f"gconfig.stop_token_ids has {sorted(unknown)}, but this engine ends an answer at "
-                f"{ends} alone; leave them out, or name the text in gconfig.stop"
+                f"gconfig.stop_token_ids has {sorted(unknown)}, but this engine ends an answer "
+                f"only at {ends}; remove them, or put their text into gconfig.stop"
             )
         room = gconfig.max_tokens - len(prompt_ids)
         if room < 1:
@@ -157,8 +158,8 @@ class SessionEngine:
 
 
 class RolloutWorkflow(ABC):
-    """A workflow that owns its tokens. Deriving from it is a matter of taste: any object with
-    `arun_episode` is taken."""
+    """A workflow that manages its tokens. Deriving from it is optional: any object with
+    `arun_episode` works."""
 
     @abstractmethod
     async def arun_episode(
@@ -167,7 +168,7 @@ class RolloutWorkflow(ABC):
         """Run one episode.
 
         Args:
-            engine: Generates; what it samples is recorded.
+            engine: Generates, and records what it samples.
             data: One row of the dataset.
 
         Returns:
@@ -177,10 +178,10 @@ class RolloutWorkflow(ABC):
 
 @dataclass(frozen=True)
 class Episode:
-    """What one episode left behind.
+    """Result of one episode.
 
     Attributes:
-        trajectories: As the workflow returned them.
+        trajectories: Those returned by the workflow.
         reward: The rollout's.
     """
 
@@ -190,30 +191,30 @@ class Episode:
 
 
 class EpisodeWorkflow(ABC):
-    """A workflow function whose episodes name their trajectories: what `tune()` calls, and the
-    loop in the open asks for episodes."""
+    """A workflow function whose episodes name their trajectories: `tune()` calls it, and an
+    explicit training loop requests its episodes."""
 
     @abstractmethod
     async def episode(self, task: dict[str, Any], session: Access) -> Episode:
-        """Run one episode and give its calls the credit that its trajectories name.
+        """Run one episode and give its calls the credit of its trajectories.
 
         Raises:
             Rejected: The agent rejects it.
-            FunctionError: What it returned cannot be trained as it says.
+            FunctionError: Its result cannot be trained as declared.
         """
 
     async def __call__(self, task: dict[str, Any], model: SessionHandle) -> WorkflowOutput:
-        """Run one episode as a rollout; raises what `episode` does."""
+        """Run one episode as a rollout; raises like `episode`."""
         return WorkflowOutput(reward=(await self.episode(task, model.session)).reward)
 
 
 class TokenWorkflow(EpisodeWorkflow):
     """A token-level workflow as a workflow function: `tune(TokenWorkflow(mine), dataset=...)`.
 
-    One trajectory's reward is the rollout's. Of several trajectories each has the reward of its
-    own calls, and the rollout's is their mean; in a group in which one rollout has several, a
-    rollout with one is compared by its calls as well. Sampled tokens that no trajectory trains are
-    in the trace and counted as dropped: `masked`, or `excluded_call` where it is a whole call.
+    The reward of a single trajectory is the rollout's. With several trajectories each has the
+    reward of its own calls, and the rollout's is their mean; if one rollout of a group has several,
+    a rollout with one is also compared by its calls. Sampled tokens that no trajectory trains are
+    in the trace and counted as dropped: `masked`, or `excluded_call` for a whole call.
 
     Args:
         workflow: An object with `async arun_episode(engine, data)`.
@@ -234,7 +235,7 @@ class TokenWorkflow(EpisodeWorkflow):
             )
 
     async def episode(self, task: dict[str, Any], session: Access) -> Episode:
-        """As `EpisodeWorkflow.episode`; None rejects."""
+        """Like `EpisodeWorkflow.episode`; None rejects."""
         assert self._run is not None
         value = await self._run(SessionEngine(session), task)
         if value is None:
@@ -243,10 +244,10 @@ class TokenWorkflow(EpisodeWorkflow):
 
 
 def settled_episode(trajectories: Sequence[Trajectory], session: Access, source: str) -> Episode:
-    """Give a session's calls the credit that trajectories name.
+    """Give a session's calls the credit of the trajectories.
 
     Raises:
-        FunctionError: There are no trajectories, or they cannot be trained as they say.
+        FunctionError: There are no trajectories, or they cannot be trained as declared.
     """
     if not trajectories:
         raise FunctionError(f"{source} returned no trajectory; return None to reject the episode")

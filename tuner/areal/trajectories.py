@@ -1,25 +1,25 @@
-"""Trajectories: the tensors that a workflow returns, checked; and which call sampled each token.
+"""Trajectories: the checked tensors of a workflow, and the call that sampled each token.
 
 For B trajectories, padded on the right to L tokens:
 
-    key             shape   what
-    input_ids       [B, L]  prompts, answers and everything that was put between them
+    key             shape   content
+    input_ids       [B, L]  prompts, answers and everything inserted between them
     attention_mask  [B, L]  True on tokens, False on padding
     loss_mask       [B, L]  1 on sampled tokens that are to be trained, else 0
     logprobs        [B, L]  log-prob of each sampled token, 0 elsewhere
     rewards         [B]     one number for each trajectory
-    versions        [B, L]  optional: updates that the weights had seen, -1 elsewhere
+    versions        [B, L]  optional: version (number of updates) of the weights, -1 elsewhere
 
-Nothing is trained but what a call sampled: a trajectory is a list of ids and a mask; the log-probs,
-versions and sampling settings are facts of the trace. Each stretch of masked tokens is found in the
+Only tokens sampled by a call are trained: a trajectory is a list of ids and a mask; the log-probs,
+versions and sampling settings come from the trace. Each stretch of masked tokens is searched in the
 calls of its episode:
 
-    trajectory  q q q a a a o o b b      q prompt, a and b sampled, o put in by the agent
+    trajectory  q q q a a a o o b b      q prompt, a and b sampled, o inserted by the agent
     mask        0 0 0 1 1 1 0 0 1 1
     calls       q q q|a a a
                 q q q a a a o o|b b
 
-so a token that nobody sampled after exactly the tokens before it cannot be trained, and one that
+so a token that was not sampled after exactly the tokens before it cannot be trained, and one that
 was sampled once cannot be trained twice.
 """
 
@@ -50,7 +50,7 @@ class Trajectory:
         input_ids: Shape [L].
         loss_mask: Whether each token is to be trained, shape [L].
         logprobs: Shape [L].
-        versions: Shape [L], or None where the workflow does not say.
+        versions: Shape [L], or None if the workflow gives none.
         reward: A finite number.
     """
 
@@ -62,19 +62,19 @@ class Trajectory:
 
 
 def read_trajectories(value: Any, source: str) -> list[Trajectory]:
-    """The rows of what a workflow returned.
+    """Trajectories in a workflow's result.
 
     Args:
         value: A dict of the tensors above.
-        source: Who returned it, for error messages.
+        source: Origin of the value, for error messages.
 
     Raises:
-        FunctionError: A tensor is missing, unknown or of the wrong shape, lengths do not agree
-            (the message has them), the padding is not on the right, or a number is not finite.
+        FunctionError: A tensor is missing, unknown or of the wrong shape, lengths differ (the
+            message has them), the padding is not on the right, or a number is not finite.
     """
     if not isinstance(value, Mapping):
         raise FunctionError(
-            f"{source} returned {value!r:.80} ({type(value).__name__}); it returns a dict of "
+            f"{source} returned {value!r:.80} ({type(value).__name__}); it must return a dict of "
             f"tensors ({', '.join(REQUIRED_KEYS)}), or None to reject the episode"
         )
     missing = [key for key in REQUIRED_KEYS if key not in value]
@@ -129,7 +129,7 @@ def _trajectory(tensors: Mapping[str, Tensor], index: int, source: str) -> Traje
     if mask_L[length:].any():
         raise FunctionError(
             f"loss_mask of trajectory {index} of {source} is 1 on padding: {int(mask_L.sum())} "
-            f"tokens to train, the last of them behind the {length} of attention_mask"
+            f"tokens to train, the last of them after the {length} of attention_mask"
         )
     logprobs_L = tensors["logprobs"][index, :length].double()
     if not torch.isfinite(logprobs_L).all():
@@ -153,12 +153,12 @@ def concat_padded_tensors(
 ) -> dict[str, Tensor] | None:
     """Several dicts of trajectories as one, padded on the right to the longest.
 
-    An episode of None was rejected and is left out; None where all were.
+    An episode of None was rejected and is skipped; returns None if all are.
 
     Args:
-        tensor_dicts: Of the same keys; tensors of shape [B_i, L_i, ...], or [B_i].
-        pad_value: What padding is filled with; `attention_mask` and `loss_mask` get 0, `versions`
-            -1, whatever it says.
+        tensor_dicts: With the same keys; tensors of shape [B_i, L_i, ...], or [B_i].
+        pad_value: Value of padding; `attention_mask` and `loss_mask` are always padded with 0,
+            `versions` with -1.
 
     Raises:
         FunctionError: There are no dicts, or their keys differ.
@@ -173,7 +173,7 @@ def concat_padded_tensors(
         if set(tensors) != set(keys):
             raise FunctionError(
                 f"concat_padded_tensors: dict 0 has the keys {', '.join(keys)}, dict {index} has "
-                f"{', '.join(tensors)}; give all of them the same"
+                f"{', '.join(tensors)}; all of them need the same keys"
             )
     return {key: _padded(key, [d[key] for d in dicts], pad_value) for key in keys}
 
@@ -210,8 +210,8 @@ TOLERANCE = 1e-4
 
 
 Owners: TypeAlias = tuple[tuple[int | None, ...], ...]
-"""For each trajectory the call that sampled each of its tokens, by number, None where it is not
-trained; shape [L] each."""
+"""The call that sampled each token of each trajectory, by number, None for untrained tokens;
+shape [L] each."""
 
 
 def settle(
@@ -219,12 +219,13 @@ def settle(
 ) -> tuple[Owners, tuple[tuple[int, frozenset[int]] | None, ...]]:
     """Find every trained token among the calls.
 
-    Where two calls sampled the same tokens after the same prompt, each trajectory gets one of
-    them. Where trajectories share a call, the first trains it.
+    If two calls sampled the same tokens after the same prompt, each trajectory gets one of them. If
+    trajectories share a call, the first one trains it.
 
     Returns:
-        The owners; and for each call the trajectory that trains it with the places in its
-        completion that are trained, None for a call that no trajectory trains.
+        The owners; and for each call the trajectory that trains it with the trained positions in
+            its
+        completion, None for a call that no trajectory trains.
 
     Raises:
         FunctionError: No call sampled a token that is to be trained, its log-prob or version is
@@ -273,8 +274,8 @@ def settle(
 def _cover(
     trajectory: Trajectory, calls: Sequence[Call], taken: frozenset[int]
 ) -> list[int | None]:
-    """The call that may have sampled each token: of several the one with the longest prompt, then
-    the one that agrees the longest, then one that is not taken yet."""
+    """The call that may have sampled each token: the one with the longest prompt, then the one with
+    the longest match, then one that is not taken."""
     ids = trajectory.input_ids
     by_prompt: dict[int, list[tuple[int, bool, int]]] = {}
     for index, call in enumerate(calls):
@@ -302,8 +303,8 @@ def _check_recorded(
     if abs(given - recorded) > TOLERANCE * max(1.0, abs(recorded)):
         raise FunctionError(
             f"logprobs of trajectory {which} is {given:.6g} at token {place}, but the engine "
-            f"sampled it with {recorded:.6g}: are logprobs and input_ids shifted against each "
-            "other?"
+            f"sampled it with {recorded:.6g}: check whether logprobs and input_ids are shifted "
+            "against each other"
         )
     if trajectory.versions is not None and trajectory.versions[place] != call.versions[inside]:
         raise FunctionError(

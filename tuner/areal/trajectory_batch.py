@@ -1,24 +1,25 @@
-"""The dict of tensors that the loop in the open hands around, and the trainer's batch from it.
+"""The dict of tensors of an explicit training loop, and its conversion to the trainer's batch.
 
-Besides the keys of `tuner.areal.trajectories`, for B trajectories:
+In addition to the keys of `tuner.areal.trajectories`, for B trajectories:
 
-    key           shape   what
+    key           shape   content
     temperatures  [B, L]  sampling settings of each trained token; `top_ps`, `top_ks` and `min_ps`
                           likewise
-    kept          [B, L, W]  optional: what these left of the vocabulary (`Call.kept`), in bytes,
-                          filled up with 0
-    calls         [B, L]  optional: which call of its rollout sampled each trained token
-    rollout_ids   [B]     which rollout a trajectory is of; a rollout counts once in its group
-    group_ids     [B]     which group that rollout is of; rewards are compared inside a group
-    prox_logp     [B, L]  put there by the user: log-probs of the weights that the step begins with
-    advantages    [B, L]  put there by `compute_advantages`
-    ref_logp      [B, L]  put there by `compute_advantages`, where KL is taken off the rewards
-    values        [B, L]  put there by `compute_advantages`, where there is a critic
-    returns       [B, L]  likewise: what it is trained towards
+    kept          [B, L, W]  optional: the vocabulary kept by these (`Call.kept`), in bytes,
+                          padded with 0
+    calls         [B, L]  optional: number of the call of its rollout that sampled each trained
+        token
+    rollout_ids   [B]     the trajectory's rollout; a rollout counts once in its group
+    group_ids     [B]     the rollout's group; rewards are compared inside a group
+    prox_logp     [B, L]  set by the user: log-probs of the weights at the start of the step
+    advantages    [B, L]  set by `compute_advantages`
+    ref_logp      [B, L]  set by `compute_advantages`, if KL is subtracted from the rewards
+    values        [B, L]  set by `compute_advantages`, if there is a critic
+    returns       [B, L]  likewise: the critic's targets
 
 A trajectory with several trained stretches is one row for each of them (`tuner.training.batch`):
-exactly the calls that were sampled, whose common prefixes the token tree computes once. Without
-`calls` each stretch is taken for a call. A trajectory's reward is gained where its last one ends.
+exactly the sampled calls, whose common prefixes the token tree computes once. Without `calls` each
+stretch is taken for a call. A trajectory's reward is gained at the end of its last one.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ SAMPLING_KEYS: dict[str, tuple[str, type[float]]] = {
 
 @dataclass(frozen=True)
 class Account:
-    """Where everything that was sampled for a batch went.
+    """Use of all tokens sampled for a batch.
 
     Attributes:
-        sampled: Tokens sampled, in all attempts.
-        dropped: Sampled tokens that are not in the batch's mask, by reason.
-        outcomes: Rollouts by how they ended, and groups' rollouts by why they were left out.
-        errors: One line for each rollout that failed.
+        sampled: Number of sampled tokens, in all attempts.
+        dropped: Number of sampled tokens that are not in the batch's mask, by reason.
+        outcomes: Number of rollouts by outcome, and of rollouts in dropped groups by reason.
+        errors: One line for each failed rollout.
     """
 
     sampled: int = 0
@@ -71,10 +72,10 @@ class Account:
 
 
 class TrajectoryBatch(dict[str, Tensor]):
-    """Tensors by key, with the account of what was sampled for them.
+    """Tensors by key, with the account of the tokens sampled for them.
 
     Attributes:
-        account: Where everything that was sampled went.
+        account: Use of all sampled tokens.
         traces: Every attempt, for people.
     """
 
@@ -95,7 +96,7 @@ class TrajectoryBatch(dict[str, Tensor]):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a row lies: trajectory `row`, tokens [start, stop)."""
+    """Position of a row: trajectory `row`, tokens [start, stop)."""
 
     row: int
     start: int
@@ -105,15 +106,15 @@ class Place:
 def to_batch(
     tensors: Mapping[str, Tensor], selection: Selection, default: SamplingDefaults
 ) -> tuple[Batch, tuple[Place, ...]]:
-    """The trainer's batch, and where each of its rows lies.
+    """The trainer's batch, and the position of each of its rows.
 
-    Groups of one rollout are left out and counted, unless the algorithm compares nothing inside a
-    group. Where the trajectories of one rollout have different rewards, every trajectory of its
-    group is compared by its own.
+    Groups of one rollout are dropped and counted, unless the algorithm compares nothing inside a
+    group. If the trajectories of one rollout have different rewards, every trajectory of its group
+    is compared by its own.
 
     Args:
-        selection: What rewards become.
-        default: Sampling settings of tokens, where the tensors have none.
+        selection: Conversion of rewards.
+        default: Sampling settings of tokens for which the tensors have none.
 
     Raises:
         TrainingError: A tensor is missing or of the wrong shape, or more is masked than was
@@ -161,7 +162,7 @@ def to_batch(
         raise TrainingError(
             f"loss_mask trains {trained} tokens and {dropped.total()} were dropped "
             f"({dict(dropped)}), but only {sampled} were sampled: a token is trained once, so do "
-            "not add trajectories or ones to the mask"
+            "not add trajectories, or ones to the mask"
         )
     if unmasked:
         dropped["masked"] += unmasked  # by the user, since the batch was collected
@@ -178,7 +179,7 @@ def to_batch(
 
 
 def scattered(values: Sequence[Tensor], places: Sequence[Place], input_ids: Tensor) -> Tensor:
-    """One value for each trained token, put where the token is; 0 elsewhere. Shape [B, L]."""
+    """Put one value for each trained token at the token's position; 0 elsewhere. Shape [B, L]."""
     result = torch.zeros_like(input_ids, dtype=torch.float32)
     for value_T, place in zip(values, places, strict=True):
         result[place.row, place.start : place.stop] = value_T.to(result)
@@ -186,7 +187,7 @@ def scattered(values: Sequence[Tensor], places: Sequence[Place], input_ids: Tens
 
 
 def gathered(values: Tensor, places: Sequence[Place]) -> tuple[Tensor, ...]:
-    """What `scattered` put somewhere, one tensor [T] for each row."""
+    """Inverse of `scattered`: one tensor [T] for each row."""
     return tuple(values[place.row, place.start : place.stop] for place in places)
 
 
@@ -195,16 +196,16 @@ def _check(tensors: Mapping[str, Any]) -> None:
     missing = [k for k in (*required, "rewards", "rollout_ids", "group_ids") if k not in tensors]
     if missing:
         raise TrainingError(
-            f"the batch has no {', '.join(missing)}; batches come from rollout_batch or "
-            "prepare_batch, which say which trajectories are compared with each other"
+            f"the batch has no {', '.join(missing)}; use batches from rollout_batch or "
+            "prepare_batch, which define the trajectories that are compared with each other"
         )
     shape = tensors["input_ids"].shape
     for key, tensor in tensors.items():
         wanted = shape if tensor.dim() >= 2 else shape[:1]
         if tensor.shape[:2] != wanted:
             raise TrainingError(
-                f"the batch's {key} has the shape {list(tensor.shape)}, and input_ids "
-                f"{list(shape)}: they do not fit together"
+                f"the batch's {key} has the shape {list(tensor.shape)}, which does not fit "
+                f"input_ids {list(shape)}"
             )
 
 
@@ -228,7 +229,7 @@ def _stretches(values: Mapping[str, Tensor]) -> Iterator[Place]:
 def _row(
     values: Mapping[str, Tensor], place: Place, rollout: int, default: SamplingDefaults
 ) -> Row:
-    """What the tensors themselves say of a row."""
+    """A row, from the tensors themselves."""
     row, start, stop = place.row, place.start, place.stop
     sampling: dict[str, Any] = {
         name: kind(values[key][row, start])

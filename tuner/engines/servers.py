@@ -140,7 +140,7 @@ _LOADING_SECONDS = 3600.0
 _CONNECT_SECONDS = 300.0
 """How long a remote server may be unreachable."""
 _POLL_SECONDS = 1.0
-_NOTICED = [
+NOTICED = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     *(
         (socket.IPPROTO_TCP, getattr(socket, name), seconds)
@@ -160,7 +160,7 @@ def patient_client(url: str, headers: Mapping[str, str]) -> httpx.AsyncClient:
         headers=headers,
         # A completion may be queued and take as long as its rollout may; connecting may not.
         timeout=httpx.Timeout(None, connect=60),
-        transport=httpx.AsyncHTTPTransport(limits=limits, socket_options=_NOTICED),
+        transport=httpx.AsyncHTTPTransport(limits=limits, socket_options=NOTICED),
         trust_env=False,
     )
 
@@ -209,7 +209,7 @@ class RemoteServer:
         """Send a GET, or a POST of `body`, and return the JSON answer."""
         try:
             with httpx.Client(
-                transport=httpx.HTTPTransport(socket_options=_NOTICED),
+                transport=httpx.HTTPTransport(socket_options=NOTICED),
                 timeout=httpx.Timeout(_LOADING_SECONDS, connect=60),
                 trust_env=False,
             ) as client:

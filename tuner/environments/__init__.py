@@ -1,4 +1,4 @@
-"""Environments in other people's formats, each as the workflow, judge and dataset of `tune()`."""
+"""Environments in other formats, each as the workflow, judge and dataset of `tune()`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tuner.environments.trl import TRL
     from tuner.environments.verifiers_environments import Verifiers
 
-# Imported when they are asked for: a file is read without PyTorch.
+# Imported on first use: a file is read without PyTorch.
 _MODULE_OF = {
     "Areal": "tuner.environments.areal_environments",
     "Gymnasium": "tuner.environments.gymnasium_environments",

@@ -1,4 +1,4 @@
-"""AReaL's queue agents with their environment, through the seam."""
+"""AReaL's queue agents with their environments."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Areal(Environment):
     """A queue agent and its environment: `QueueWorkflow`, with datasets.
 
     Args:
-        agent, environment: As `QueueWorkflow` takes them; or `{"type": ..., "args": {...}}`, as the
-            file's `tuner.agent` and `tuner.environment` are.
+        agent, environment: Like those of `QueueWorkflow`; or `{"type": ..., "args": {...}}`, like
+            `tuner.agent` and `tuner.environment` in the file.
         imports: Modules that register them, `package.module` or `path/file.py`.
-        train_dataset, eval_dataset: As `tune()` takes them.
+        train_dataset, eval_dataset: Like those of `tune()`.
 
     Raises:
-        ConfigError, FunctionError: As `QueueWorkflow`; or a module cannot be imported.
+        ConfigError, FunctionError: Like `QueueWorkflow`; or a module cannot be imported.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Areal(Environment):
         return self._queue
 
     async def close(self) -> None:
-        """Close every environment that no episode is in."""
+        """Close every environment without a running episode."""
         await self._queue.run_ended()
 
 
@@ -54,5 +54,5 @@ def _named(given: Any, abstraction: Callable[..., Any]) -> Any:
     if not isinstance(given, Mapping):
         return given
     if unknown := {*given} - {"type", "args"} or "type" not in given:
-        raise ConfigError(f"{dict(given)!r:.80}: give type and args, and nothing else ({unknown})")
+        raise ConfigError(f"{dict(given)!r:.80}: use only the keys type and args ({unknown})")
     return abstraction(given["type"], given.get("args") or {})

@@ -25,35 +25,36 @@ Agent = Callable[..., Awaitable[WorkflowOutput]]
 
 
 class NoAction(ValueError):
-    """What the model wrote is no action of the environment."""
+    """The model's answer is not an action of the environment."""
 
 
 class Gymnasium(Environment):
     """A gymnasium environment whose actions a model writes.
 
-    A task is an episode: `seed` and `options` of a row are given to `reset`, and where the row has
-    no `options`, the whole of it but the seed. The agent shows each observation as a user's message
-    and takes each answer for an action, until the episode ends; its reward is the sum of the
-    environment's. An answer that is no action ends the episode with `no_action` added, and is
-    counted by the metric `no_action`; what the environment raises is a workflow error.
+    A task is an episode: `seed` and `options` of a row are passed to `reset`; without `options`,
+    the whole row except the seed. The agent sends each observation as a user's message and reads
+    each answer as an action, until the episode ends; its reward is the sum of the environment's. An
+    answer that is not an action ends the episode with `no_action` added, and is counted by the
+    metric `no_action`; exceptions of the environment are workflow errors.
 
-    Each rollout has an environment to itself; one whose episode ended well is used again.
+    Each rollout has its own environment; it is used again if the episode ended well.
 
     Args:
         id: A registered id such as "FrozenLake-v1" (or "module:Id", which imports the module
-            first), an environment that was made of one, or a function that makes one.
+            first), an environment made from one, or a function that makes one.
         agent: Plays an episode in place of the agent above: async, takes `task`, `env` (with async
             `reset` and `step`; `env.env` is gymnasium's own) and `model`, and returns a
             `WorkflowOutput`. Or its name, `package.module:function` or `path/file.py:function`.
-        show: An observation as a message's text; None: `str`.
-        read_action: The text of an answer as an action; raises ValueError where it is none. None:
-            the text of it for a space of texts, and its last number for a discrete one.
-        system_prompt: Said before the first observation.
-        max_turns: Answers of one episode; it ends there as one that was cut off.
-        no_action: Added to the reward for an answer that is no action.
-        train_tasks, eval_tasks: How many seeds there are to train and to evaluate on, from 0 and
-            from 1,000,000 on; 0: none.
-        make_args: Given to `gymnasium.make`.
+        show: Converts an observation to a message's text; None: `str`.
+        read_action: Converts the text of an answer to an action; raises ValueError if it is not
+            one.
+            None: the text itself for a space of texts, and its last number for a discrete one.
+        system_prompt: Sent before the first observation.
+        max_turns: Maximum number of answers of an episode, which is then truncated.
+        no_action: Added to the reward for an answer that is not an action.
+        train_tasks, eval_tasks: Number of seeds for training and evaluation, from 0 and from
+            1,000,000 on; 0: none.
+        make_args: Passed to `gymnasium.make`.
 
     Raises:
         ConfigError: It cannot be made, or its actions cannot be read from text.
@@ -77,7 +78,7 @@ class Gymnasium(Environment):
         made, spec = hasattr(id, "step") and not isinstance(id, type), getattr(id, "spec", None)
         if made and spec is None:
             raise ConfigError(
-                f"environment {id!r:.80} was not made of a registered id, so that a second one "
+                f"environment {id!r:.80} was not made from a registered id, so a second one "
                 "cannot be made: pass a function that makes one"
             )
         self._id, self._make_args = spec if made else id, dict(make_args or {})
@@ -89,7 +90,7 @@ class Gymnasium(Environment):
         if agent is not None and not is_async(self._agent):
             raise ConfigError(f"the agent {where(self._agent)} must be async")
         self._closing: set[asyncio.Task[None]] = set()
-        # Made now, so that a wrong name or argument stops the run before it begins.
+        # Created now, so that a wrong name or argument fails before the run begins.
         try:
             self._idle = [self._made()]
         except TunerError:
@@ -104,7 +105,7 @@ class Gymnasium(Environment):
         self.train_dataset, self.eval_dataset = seed_rows(train_tasks, eval_tasks)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What goes elsewhere, where nobody has registered the id: what it is registered as."""
+        """State for another process, where the id is not registered: includes its registration."""
         changed = {"_id": registered(self._id), "_idle": [], "_closing": set()}
         return {**super().__getstate__(), **changed}
 
@@ -117,7 +118,7 @@ class Gymnasium(Environment):
         """Play one episode.
 
         Raises:
-            EnvironmentFault: The environment gave something that is no answer.
+            EnvironmentFault: The environment returned an invalid result.
         """
         async with self._one() as env:
             arguments = {"task": task, "env": env, "model": model}
@@ -126,12 +127,12 @@ class Gymnasium(Environment):
 
     @asynccontextmanager
     async def _one(self) -> AsyncIterator[CheckedEnvironment]:
-        """An environment that nobody else has."""
+        """An environment that no other rollout uses."""
         environment = self._idle.pop() if self._idle else await in_thread(self._made)
         try:
             yield CheckedEnvironment(environment)
         except BaseException:
-            # Its thread may hang, and the rollout that it failed must not wait for it.
+            # Its thread may hang, and the failed rollout must not wait for it.
             task = asyncio.ensure_future(_closed(environment))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
@@ -169,40 +170,34 @@ class Gymnasium(Environment):
         return WorkflowOutput(reward=reward, response=shown, metrics={**_numbers(info), **metrics})
 
     def _action(self, text: str) -> Any:
-        """
-        Raises:
-            ValueError: It is none.
-        """
+        """Raises ValueError if the text is not an action."""
         action = (self._read_action or partial(_read, self._space))(text)
         if not _any_text(self._space) and not self._space.contains(action):
             raise NoAction(f"{action!r:.60} is not in {self._space}")
         return action
 
     async def close(self) -> None:
-        """Close every environment that no episode is in."""
+        """Close every environment without a running episode."""
         idle, self._idle = self._idle, []
         closing = [*self._closing, *(asyncio.ensure_future(_closed(one)) for one in idle)]
         if closing:
             _, left = await asyncio.wait(closing, timeout=_CLOSING_SECONDS)
             if left:
-                logger.warning("%d gymnasium environments do not close", len(left))
+                logger.warning("%d gymnasium environments cannot be closed", len(left))
 
 
 def _any_text(space: Any) -> bool:
-    """Whether a space is one of texts, of which the environment itself says what it takes: its
-    characters and length are seldom meant for models."""
+    """Whether a space is one of texts. The environment checks the text itself: a space's characters
+    and length are seldom meant for models."""
     return type(space).__name__ == "Text"
 
 
 def _check_readable(space: Any) -> None:
-    """
-    Raises:
-        ConfigError: Nobody says how its actions are read.
-    """
+    """Raises ConfigError if there is no way to read the space's actions."""
     if type(space).__name__ != "Discrete" and not _any_text(space):
         raise ConfigError(
-            f"the environment's actions are {space!r:.80}, which no text is: pass read_action, or "
-            "an agent"
+            f"the environment's actions are {space!r:.80}, which are not text: pass read_action "
+            "or an agent"
         )
 
 

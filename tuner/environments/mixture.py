@@ -1,4 +1,4 @@
-"""Several named sets of tasks in one run, each with an environment or functions of its own."""
+"""Several named sets of tasks in one run, each with its own environment or functions."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _KEYS = ("environment", "workflow", "judge", "train_dataset", "eval_dataset")
 
 
 class Scored:
-    """The response of a set without a judge, and the reward that its workflow gave."""
+    """The response of a set without a judge, and the workflow's reward."""
 
     def __init__(self, output: WorkflowOutput) -> None:
         self.response, self.reward = output.response, output.reward
 
     def get_text_content(self) -> str:
-        """As people read it."""
+        """The response in readable form."""
         return response_text(self.response)
 
 
 class Functions(Environment):
-    """A set with functions of its own."""
+    """A set with its own functions."""
 
     def __init__(self, workflow: Callable[..., Any], judge: Callable[..., Any] | None) -> None:
         check_workflow_function(workflow)
@@ -51,29 +51,29 @@ class Functions(Environment):
 
     @property
     def workflow(self) -> Callable[..., Any]:
-        """The user's."""
+        """The user's workflow."""
         return self._workflow
 
 
 class Mixture(Environment):
     """Several sets of tasks, drawn by weight.
 
-    Each row says in one more field which set it is of; `tuner.tasks.selector` draws by it, so that
-    draws hang on `tuner.seed` and go on as the run does. There is `rollout/<set>/reward` of each
-    step, `tasks/<set>/passed`, and `eval/<set>/reward`: each has an evaluation set of its own.
+    Each row has an additional field with the name of its set. `tuner.tasks.selector` draws by it,
+    so draws depend on `tuner.seed`, and a resumed run continues them. Metrics of each set are
+    `rollout/<set>/reward`, `tasks/<set>/passed` and `eval/<set>/reward`: each has its own
+    evaluation set.
 
     Args:
-        sets: By name: an environment, as `tune()` takes it; or a mapping of `environment` or
-            `workflow` and `judge` (functions, or as the file names them), `train_dataset` and
+        sets: By name: an environment, like that of `tune()`; or a mapping of `environment` or
+            `workflow` and `judge` (functions, or references as in the file), `train_dataset` and
             `eval_dataset`, which win over the environment's; or `{kind: ...}`, as in the file.
-        weights: How much of each step goes to each set, in proportion; None: to each as many tasks
-            as it has.
-        field: What rows say their set in.
+        weights: Relative share of each set in a step; None: by its number of tasks.
+        field: The rows' field with the name of their set.
 
     Raises:
         ConfigError: A name, weight or key is wrong, or a set cannot be loaded.
         FunctionError: A set has no workflow, or a judge of whole groups.
-        DatasetError: A set has nothing to train on, or rows that have the field.
+        DatasetError: A set has nothing to train on, or its rows already have the field.
     """
 
     def __init__(
@@ -118,17 +118,13 @@ class Mixture(Environment):
         rows = [dict(row) for row in load_tasks(dataset, role=f"set {name!r}")]
         if any(self._field in row for row in rows):
             raise DatasetError(
-                f"set {name!r}: its rows have a field {self._field!r}, by which the sets of a "
-                "mixture are told apart: give the mixture another field"
+                f"set {name!r}: its rows have a field {self._field!r}, which a mixture uses for "
+                "the name of the set: set the mixture's `field` to another name"
             )
         return [{**row, self._field: name} for row in rows]
 
     def _of(self, task: Mapping[str, Any]) -> tuple[Environment, dict[str, Any]]:
-        """The set of a task, and its row as the set has it.
-
-        Raises:
-            FunctionError: It is of none.
-        """
+        """The set of a task, and its row without the mixture's field."""
         row = dict(task)
         name = row.pop(self._field, None)
         if name not in self._sets:
@@ -141,7 +137,7 @@ class Mixture(Environment):
     async def workflow(
         self, task: dict[str, Any], model: Any, auxiliary_models: Any = None, logger: Any = None
     ) -> WorkflowOutput:
-        """Run the workflow of the task's set; raises what it does."""
+        """Run the workflow of the task's set."""
         environment, row = self._of(task)
         output = await call_workflow(
             environment.workflow,
@@ -157,7 +153,7 @@ class Mixture(Environment):
     async def _judge(
         self, task: dict[str, Any], response: Any, auxiliary_models: Any = None, logger: Any = None
     ) -> JudgeOutput:
-        """Ask the judge of the task's set; of a set without one the workflow's reward counts."""
+        """Call the judge of the task's set; without one, the workflow's reward counts."""
         environment, row = self._of(task)
         if environment.judge is not None:
             return await call_judge(
@@ -168,7 +164,7 @@ class Mixture(Environment):
                 logger=logger,
             )
         if not isinstance(response, Scored):
-            raise RewardError(f"set {task[self._field]!r} has no judge to ask again")
+            raise RewardError(f"set {task[self._field]!r} has no judge to call again")
         if response.reward is None:
             raise FunctionError(
                 f"set {task[self._field]!r} has no judge, and its workflow gave no reward"
@@ -176,7 +172,7 @@ class Mixture(Environment):
         return JudgeOutput(reward=response.reward)
 
     def check_settings(self, config: RunConfig) -> None:
-        """Let each set refuse settings that do not go with it."""
+        """Let each set check the settings."""
         for environment in self._sets.values():
             check_settings(environment.workflow, config)
 
@@ -187,25 +183,22 @@ class Mixture(Environment):
 
 
 def _check(sets: Mapping[str, Any], weights: Mapping[str, float] | None) -> None:
-    """
-    Raises:
-        ConfigError: A name or a weight is wrong.
-    """
+    """Raises ConfigError if a name or a weight is wrong."""
     if not isinstance(sets, Mapping) or not sets:
-        raise ConfigError(f"sets is {shown(sets)}: give a mapping of sets by name")
+        raise ConfigError(f"sets is {shown(sets)}, but must be a mapping of sets by name")
     for name in sets:
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name == "train":
             raise ConfigError(
-                f"{name!r} is no name of a set: use letters, digits, _ and -, and not train"
+                f"{name!r} is not a name of a set: use letters, digits, _ and -, and not train"
             )
     for name, weight in (weights or {}).items():
         if name not in sets or not isinstance(weight, int | float) or not weight > 0:
             raise ConfigError(
-                f"weights has {weight!r} for {name!r}: give numbers above 0 to the sets "
+                f"weights has {weight!r} for {name!r}: use numbers above 0 for the sets "
                 f"{', '.join(sets)}"
             )
     if weights and (missing := [name for name in sets if name not in weights]):
-        raise ConfigError(f"weights leaves out {', '.join(missing)}: name each set, or none")
+        raise ConfigError(f"weights lacks {', '.join(missing)}: name all sets, or none")
 
 
 def _environment(name: str, given: Any) -> Environment:
@@ -225,7 +218,7 @@ def _environment(name: str, given: Any) -> Environment:
             function_of(given.get("judge"), setting=f"{setting}.judge"),
         )
     if given.get("judge") is not None:
-        raise ConfigError(f"{setting}.judge is set beside an environment, which brings its own")
+        raise ConfigError(f"{setting}.judge is set, but the environment has its own: remove it")
     if isinstance(environment, str | Mapping):
         return from_settings(environment, f"{setting}.environment")
     return brought(environment)

@@ -3,7 +3,7 @@
     row -> reset(**row) -> observation -> message -> answer -> action -> step -> ... -> done
 
 Server and client are OpenEnv's. An observation becomes the user's next message and the answer an
-action; where an action is a call of a tool, the observation is its result.
+action; if an action is a tool call, the observation is its result.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from tuner.errors import ConfigError, FunctionError, MissingDependencyError, pip
 from tuner.tasks.functions import WorkflowOutput, in_thread, shown
 from tuner.tasks.loading import function_of
 
-# An episode of OpenEnv: what the model is told, what it may do, and what its answers do.
+# An episode of OpenEnv: the messages and tools of the model, and the effect of its answers.
 
 
 T = TypeVar("T")
 
-# The only tool of an environment whose actions have fields of their own.
+# The only tool of an environment whose actions have their own fields.
 ACT = "act"
-# What the schema of actions is called where an action is a call of one of the environment's tools.
+# Title of the schema of actions if an action calls one of the environment's tools.
 _TOOL_ACTIONS = frozenset({"Action", "CallToolAction", "ListToolsAction"})
-# How the client says that the server found an action to be none.
+# The client's error for an action that the server rejected as invalid.
 _INVALID = "(code: VALIDATION_ERROR)"
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """What `action_of` is given where the model called a tool.
+    """Input of `action_of` when the model called a tool.
 
     Attributes:
-        name: The tool's.
-        arguments: As the model gave them.
+        name: The tool's name.
+        arguments: The model's arguments.
     """
 
     name: str
@@ -54,7 +54,8 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Form:
-    """How observations become messages, and answers actions; None: as the server's schema says."""
+    """Conversion of observations to messages, and of answers to actions; None: by the server's
+    schema."""
 
     message_of: Callable[[Any], Any]
     action_of: Callable[[Any], Any] | None = None
@@ -64,19 +65,19 @@ class Form:
 
 @dataclass
 class Episode:
-    """A session at the server, and how far it has come.
+    """A session at the server, and its state.
 
     Attributes:
         client: OpenEnv's, connected.
-        server: As messages name it.
-        seconds: For an answer, as messages name them.
-        form: How it talks.
-        schema: Of actions; empty where the form says what they are.
-        result: Of the last step, or the reset.
-        rewards: Those of its steps that had one.
-        said: The last answer's text.
-        turns, refused: Answers; actions that were none.
-        out_of_room: Whether it ended because no further answer would fit in the context.
+        server: Its name in messages.
+        seconds: Time limit of an answer, for messages.
+        form: Conversion of observations and answers.
+        schema: Schema of actions; empty if the form converts answers.
+        result: Result of the last step, or of the reset.
+        rewards: Rewards of the steps that had one.
+        said: Text of the last answer.
+        turns, refused: Number of answers, and of invalid actions.
+        out_of_room: Whether it ended because no further answer fits in the context.
     """
 
     client: Any
@@ -100,26 +101,26 @@ class Episode:
         return self._left or self.out_of_room or bool(self.result.done)
 
     async def reset(self, arguments: Mapping[str, Any]) -> None:
-        """Begin; what the server's environment does not know of the arguments it leaves."""
+        """Begin; arguments unknown to the server's environment are dropped."""
         self.result = await self._answered("reset", self.client.reset(**arguments))
 
     async def begin(self, prompt: Any) -> None:
-        """Find out what the agent may do, and what it is told first.
+        """Find out the agent's actions and its first messages.
 
         Raises:
-            FunctionError: That is nothing.
+            FunctionError: There is no first message.
         """
         self._tools = await self._offer()
         told = [*messages(prompt), *messages(self.form.message_of(self.result.observation))]
         if not told:
             raise FunctionError(
-                "there is nothing to tell the model: the environment's first observation is empty, "
-                "and the row has no `prompt`; give rows one, or message_of"
+                "there is no message for the model: the environment's first observation is empty, "
+                "and the row has no `prompt`; add one to the rows, or set message_of"
             )
         self._messages = [*messages(self.form.system_prompt, role="system"), *told]
 
     async def turn(self, model: Any) -> None:
-        """An answer of the model, and the steps that it asks for."""
+        """Get an answer of the model, and take its steps."""
         offer = {"tools": self._tools} if self._tools else {}
         try:
             reply = await model.client.chat.completions.create(
@@ -152,7 +153,7 @@ class Episode:
             listed = await self._step({"type": "list_tools"})
             tools = _fields(listed.observation).get("tools")
             if not tools:
-                raise RuntimeError(f"{self.server} has actions that call tools, and lists no tool")
+                raise RuntimeError(f"{self.server} has actions that call tools, but lists no tool")
             return [_tool(one["name"], one["description"], one["input_schema"]) for one in tools]
         if self._text_field is not None:
             return []
@@ -172,7 +173,7 @@ class Episode:
         return await self._act(ToolCall(function.name, arguments))
 
     async def _act(self, said: str | ToolCall) -> Any:
-        """What the model is told of a step; an action that is none is its mistake."""
+        """Take a step; returns the text for the model. An invalid action is the model's mistake."""
         try:
             self.result = await self._step(self._action(said))
         except RuntimeError as error:
@@ -218,15 +219,15 @@ class Episode:
 
     @property
     def _text_field(self) -> str | None:
-        """The only field of an action, where it is a text."""
+        """The only field of an action, if it is text."""
         fields = _own_fields(self.schema)
         (name, form), *others = fields.items() if fields else [(None, {})]
         return name if not others and form.get("type") == "string" else None
 
 
 def observation_text(observation: Any) -> str:
-    """What the model is told of an observation: the one field that is set, if it is a text, else
-    the fields as JSON; nothing of an empty one."""
+    """Text of an observation: its only non-empty field if that is text, else the fields as
+    JSON; empty for an empty observation."""
     fields = {
         name: value
         for name, value in _fields(observation).items()
@@ -239,14 +240,14 @@ def observation_text(observation: Any) -> str:
 
 
 def messages(told: Any, role: str = "user") -> list[dict[str, Any]]:
-    """A text as a message; messages as they are; nothing of nothing."""
+    """A message from text; a list of messages is returned unchanged; an empty list for nothing."""
     if isinstance(told, str) or not told:
         return [{"role": role, "content": told}] if told else []
     return [dict(told)] if isinstance(told, Mapping) else list(told)
 
 
 def _own_fields(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of an action but the one that every action has."""
+    """The fields of an action, without the one common to all actions."""
     found: Mapping[str, Any] = schema.get("properties", {})
     return {name: form for name, form in found.items() if name != "metadata"}
 
@@ -263,7 +264,7 @@ def _tool(name: str, description: str, parameters: Mapping[str, Any]) -> dict[st
 
 
 def _tool_result(observation: Mapping[str, Any]) -> Any:
-    """What a tool gave, of OpenEnv's observation of its call."""
+    """A tool's result, from OpenEnv's observation of its call."""
     if error := observation.get("error"):
         return {"error": error.get("message", error)}
     result = observation.get("result")
@@ -279,46 +280,46 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-# How the client says that the server has as many sessions as it may.
+# The client's error if the server has its maximum number of sessions.
 _FULL = "(code: CAPACITY_REACHED)"
 
 
 class OpenEnv(Environment):
     """An OpenEnv server as an environment: `tune(environment=OpenEnv("http://127.0.0.1:8000"))`.
 
-    A row of the dataset is what `reset` is given, of which the server takes what its environment
-    knows; all rollouts of a row have its `seed`. The row's `prompt`, a text or messages, is told
-    before the first observation. A server that has no session left is waited for as long as some
-    of ours are running.
+    A row of the dataset is passed to `reset`, of which the server uses the arguments known to its
+    environment; all rollouts of a row have its `seed`. The row's `prompt`, a text or messages,
+    comes before the first observation. If the server has no free session, a rollout waits as long
+    as other rollouts of this process have some.
 
-    What the agent may do is read from the server's schema of actions: say something, where an
-    action has one field that is a text; call the environment's tools, where it has tools (MCP);
-    else call a tool `act`, whose arguments are the action's fields. Where there are tools, an
-    answer without a call of one ends the episode.
+    The agent's actions come from the server's schema: text, if an action has one field and that is
+    text; calls of the environment's tools, if it has tools (MCP); else calls of a tool `act`, whose
+    arguments are the action's fields. If there are tools, an answer without a call ends the
+    episode.
 
     Args:
-        url: The server's; or an `EnvClient`, whose class and server are taken.
-        command: What starts the server when the first rollout needs it, and again where it has
-            died; `{port}` in it is a free port of loopback. It is ended with the run.
-        client: A class of clients, or a function that makes one (async, if need be); it is called
-            with `base_url=` where there is a url or a command. None: OpenEnv's generic client,
-            whose observations and actions are dicts. A text refers to it, as in the file.
-        message_of: `(observation) -> text`, or a reference to such a function. None: the one field
-            that is set, if it is a text, else the fields as JSON.
-        action_of: `(text or ToolCall) -> action`, the same. None: as the schema says.
-        tools: What is offered in the place of the schema's tools, in OpenAI's form.
+        url: The server's; or an `EnvClient`, whose class and server are used.
+        command: Starts the server at the first rollout, and again if it has died; `{port}` in it is
+            a free port of loopback. It is stopped with the run.
+        client: A class of clients, or a function that makes one (it may be async); called with
+            `base_url=` if there is a url or a command. None: OpenEnv's generic client, whose
+            observations and actions are dicts. A string refers to it, as in the file.
+        message_of: `(observation) -> text`, or a reference to such a function. None: the only
+            non-empty field if that is text, else the fields as JSON.
+        action_of: `(text or ToolCall) -> action`, or a reference. None: by the schema.
+        tools: Tools for the model in place of the schema's, in OpenAI's form.
         system_prompt: The conversation's first message.
-        max_turns: Answers of the model in an episode, at most.
-        reward: The rollout's: the `sum` of the rewards of its steps, or the `last` of them.
-        unrewarded: The reward where no step had one. None: such a rollout is an `invalid_reward`.
-        train_dataset, eval_dataset: As `tune()` takes them. Where there is none to train on, rows
+        max_turns: Maximum number of the model's answers in an episode.
+        reward: The rollout's reward: the `sum` of its steps' rewards, or the `last` of them.
+        unrewarded: The reward if no step had one. None: such a rollout is an `invalid_reward`.
+        train_dataset, eval_dataset: Like those of `tune()`. Without a training set, rows
             `{"seed": i}` are made for both.
-        train_tasks, eval_tasks: How many, from 0 and from 1,000,000 on; 0: none.
-        connect_timeout, step_timeout: Seconds for a session to be there, and for an answer.
-        folder: Where `command` runs. None: in the current folder.
+        train_tasks, eval_tasks: Number of these rows, from 0 and from 1,000,000 on; 0: none.
+        connect_timeout, step_timeout: Seconds for a session to open, and for an answer.
+        folder: Working directory of `command`. None: the current one.
 
     Raises:
-        ConfigError: There is no server, or a setting does not go with another.
+        ConfigError: There is no server, or settings contradict each other.
         MissingDependencyError: openenv-core is not installed.
     """
 
@@ -355,7 +356,7 @@ class OpenEnv(Environment):
         self._url = url
         self._server = None if command is None else ServerProcess(command, url=url, folder=folder)
         client = function_of(client, setting="client")
-        # The one for tools reads the same answers, and less of them.
+        # The client for tools reads the same answers, but drops a part of them.
         is_of_tools = isinstance(client, type) and issubclass(client, of_tools)
         self._client: Any = generic if client is None or is_of_tools else client
         self._generic = isinstance(self._client, type) and issubclass(self._client, generic)
@@ -368,8 +369,8 @@ class OpenEnv(Environment):
         if not self._generic and self._form.action_of is None:
             name = getattr(client, "__name__", client)
             raise ConfigError(
-                f"OpenEnv's client is {name}, whose actions are of classes of its own: give "
-                "action_of, which makes one of a text or a ToolCall, or leave client out"
+                f"OpenEnv's client is {name}, whose actions are of its own classes: give "
+                "action_of, which makes one from text or a ToolCall, or remove client"
             )
         self._max_turns = max_turns
         self._reward = reward
@@ -383,13 +384,13 @@ class OpenEnv(Environment):
             self.eval_dataset = eval_dataset or held_out
 
     async def workflow(self, task: dict[str, Any], model: Any) -> WorkflowOutput:
-        """One episode.
+        """Run one episode.
 
         Raises:
-            ConnectionError: The server cannot be reached, or went away.
+            ConnectionError: The server cannot be reached, or closed the connection.
             TimeoutError: It did not answer in time.
             RuntimeError: The environment failed; the message is the server's.
-            FunctionError: There is nothing to tell the model.
+            FunctionError: There is no message for the model.
         """
         url = self._url if self._server is None else await in_thread(self._server.address)
         episode = await self._begun(url, {"episode_id": model.session.id, **task})
@@ -406,24 +407,21 @@ class OpenEnv(Environment):
         return self._output(episode)
 
     def check_settings(self, config: RunConfig) -> None:
-        """
-        Raises:
-            ConfigError: Several processes would start a server at one place.
-        """
+        """Raises ConfigError if several processes would start a server at one address."""
         workers = config.tuner.workers
         if workers and self._server is not None and self._url is not None:
             raise ConfigError(
-                f"tuner.workers is {workers}, and each of them starts a server by command, all at "
-                f"{self._url}: leave url out and put {{port}} into command, or set it to 0"
+                f"tuner.workers is {workers}, and each worker starts a server by command, all at "
+                f"{self._url}: remove url and put {{port}} into command, or set workers to 0"
             )
 
     async def close(self) -> None:
-        """End the server that was started here."""
+        """Stop the server that was started here."""
         if self._server is not None:
             await in_thread(self._server.close)
 
     async def _begun(self, url: str | None, reset: dict[str, Any]) -> Episode:
-        """A session after its reset. Where the server has none left, one of ours has to end."""
+        """A session after its reset. If the server has none free, wait until one of ours ends."""
         from websockets.exceptions import ConnectionClosedOK
 
         waits_since, pause = time.monotonic(), 0.05
@@ -435,14 +433,14 @@ class OpenEnv(Environment):
                 return episode
             except BaseException as error:
                 await client.close()
-                # A server that is full may have hung up before it was asked.
+                # A full server may have closed the connection before the request.
                 if _FULL not in str(error) and not isinstance(error.__cause__, ConnectionClosedOK):
                     raise
             now = time.monotonic()
             if self._running:
                 waits_since = now
             elif now - waits_since > self._connect_timeout:
-                raise ConnectionError(f"{episode.server} has no session left for us")
+                raise ConnectionError(f"{episode.server} has no free session")
             await asyncio.sleep(pause)
             pause = min(1.0, 1.5 * pause)
 
@@ -485,17 +483,14 @@ class OpenEnv(Environment):
 
 
 def _clients() -> tuple[type[Any], type[Any], type[Any]]:
-    """OpenEnv's class of all clients, that of dicts, and that of tools.
-
-    Raises:
-        MissingDependencyError: It is not installed.
-    """
+    """OpenEnv's class of all clients, the one with dicts, and the one with tools."""
     try:
         from openenv.core.env_client import EnvClient
         from openenv.core.generic_client import GenericEnvClient
         from openenv.core.mcp_client import MCPClientBase
     except ImportError as error:
         raise MissingDependencyError(
-            f"OpenEnv needs openenv-core, which does not import ({error}): {pip_install('openenv')}"
+            f"OpenEnv needs openenv-core, which cannot be imported ({error}): "
+            f"{pip_install('openenv')}"
         ) from error
     return EnvClient, GenericEnvClient, MCPClientBase

@@ -1,4 +1,4 @@
-"""The seam: what somebody's environment has to be for `tune(environment=...)`."""
+"""The interface of an environment for `tune(environment=...)`."""
 
 from __future__ import annotations
 
@@ -33,27 +33,26 @@ CLASSES: dict[str, str] = {
     "trl": "tuner.environments.trl:TRL",
     "verifiers": "tuner.environments.verifiers_environments:Verifiers",
 }
-# Package whose class was given -> who brings it.
+# Package of the given object's class -> our class for it.
 _BRINGERS: dict[str, str] = {
     "gymnasium": "tuner.environments.gymnasium_environments:Gymnasium",
     "openenv": "tuner.environments.openenv:OpenEnv",
     "verifiers": "tuner.environments.verifiers_environments:Verifiers",
 }
-# Where seeds of evaluation begin.
+# First seed of evaluation.
 _HELD_OUT = 1_000_000
 
 
 class Environment(ABC):
     """A workflow, a judge and datasets that belong together.
 
-    A format is one subclass. What fails inside the environment is raised by `workflow` or `judge`,
-    and so becomes the rollout's outcome; what is wrong before any rollout is an error of the
-    constructor.
+    Each format is a subclass. Failures inside the environment are raised by `workflow` or `judge`
+    and become the rollout's outcome; errors known before any rollout are raised by the constructor.
 
     Attributes:
-        judge: A judge's function, as `tune()` takes it; None where `workflow` gives the reward.
-        train_dataset, eval_dataset: As `tune()` takes them; None where the caller names them.
-        settings: Dotted keys of the file that go with the environment, where nobody else sets them.
+        judge: A judge's function, like that of `tune()`; None if `workflow` gives the reward.
+        train_dataset, eval_dataset: Like those of `tune()`; None if the caller names them.
+        settings: Settings of the environment by dotted key, used if nothing else sets them.
         named: Whether the file names it.
     """
 
@@ -61,7 +60,7 @@ class Environment(ABC):
     train_dataset: Any = None
     eval_dataset: Any = None
     settings: Mapping[str, Any] = {}
-    named = False  # by the file, which is then what a run's config.yaml says of it
+    named = False  # in the file, so a run's config.yaml names it, too
     _ended = False
 
     @abstractmethod
@@ -69,38 +68,39 @@ class Environment(ABC):
         """Run the environment's agent once; a subclass may take a workflow's other arguments."""
 
     async def close(self) -> None:
-        """Give back what the environment holds, however the run ended.
+        """Release the environment's resources, however the run ended.
 
-        It is called in the event loop that rollouts ran in, after the last of them; or where there
-        were none, in another. It may be used, and closed, again: each candidate of an evaluation
-        has an event loop of its own.
+        Called in the event loop of the rollouts, after the last of them; without rollouts, in
+        another loop. It may be used, and closed, again: each candidate of an evaluation has its own
+        event loop.
         """
         return None
 
     async def run_ended(self) -> None:
-        """`close()`, and note that it was called."""
+        """Call `close()`, and record that it was called."""
         self._ended = True
         await self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What goes to a worker of Ray with `workflow` and `judge`: not the datasets."""
+        """State for a Ray worker, with `workflow` and `judge` but without the datasets."""
         return {**self.__dict__, "train_dataset": None, "eval_dataset": None}
 
 
 def seed_rows(
     train_tasks: int, eval_tasks: int
 ) -> tuple[list[dict[str, int]] | None, list[dict[str, int]] | None]:
-    """Datasets of an environment whose tasks are seeds; none is in both."""
+    """Training and evaluation sets without common seeds, for an environment whose tasks are
+    seeds."""
     train = [{"seed": seed} for seed in range(train_tasks)]
     held_out = [{"seed": _HELD_OUT + number} for number in range(eval_tasks)]
     return train or None, held_out or None
 
 
 def brought(found: Any) -> Environment:
-    """What was given as an environment, as ours.
+    """Convert an environment to ours.
 
     Args:
-        found: An `Environment`, or an object of a library that is known here.
+        found: An `Environment`, or an object of a supported library.
 
     Raises:
         FunctionError: It is neither.
@@ -124,11 +124,11 @@ def from_settings(given: str | EnvironmentSection | Mapping[str, Any], setting: 
     Args:
         given: `package.module:name` or `path/file.py:name` of an environment, or of a function
             that makes one; or `{kind: ...}` with the arguments of its class.
-        setting: The key that holds it, for error messages.
+        setting: Its key, for error messages.
 
     Raises:
         ConfigError: It cannot be loaded or made.
-        FunctionError: What was loaded is no environment.
+        FunctionError: The loaded object is not an environment.
     """
     if isinstance(given, str):
         found = load_named(given, setting=setting, kind="environment")
@@ -150,8 +150,8 @@ def from_settings(given: str | EnvironmentSection | Mapping[str, Any], setting: 
 
 
 def named_in(section: TunerSection) -> Environment | None:
-    """The environment that a file names, if it does, after its `imports`; raises what
-    `from_settings` does."""
+    """The environment named in a file, or None; loads the file's `imports` first. Raises like
+    `from_settings`."""
     if section.environment is None or section.agent is not None:
         return None
     for module in section.imports:
@@ -165,10 +165,7 @@ def _class_of(reference: str) -> Any:
 
 
 def _made(maker: Callable[..., Any], arguments: Mapping[str, Any], what: str) -> Any:
-    """
-    Raises:
-        ConfigError: It does not take the arguments.
-    """
+    """Raises ConfigError if the maker does not take the arguments."""
     signature = inspect.signature(maker)
     try:
         signature.bind(**arguments)
@@ -182,11 +179,11 @@ def _made(maker: Callable[..., Any], arguments: Mapping[str, Any], what: str) ->
 
 @dataclass(frozen=True)
 class Parts:
-    """What `tune()` was given, an environment taken apart.
+    """Arguments of `tune()`, with an environment split into its parts.
 
     Attributes:
-        environment: Where there is one.
-        given: The other arguments, those of the environment among them.
+        environment: The environment, or None.
+        given: The other arguments, including those from the environment.
     """
 
     environment: Environment | None
@@ -197,10 +194,10 @@ class Parts:
 
     @contextmanager
     def closing(self, *, unless_well: bool = False) -> Iterator[Parts]:
-        """Let the environment be closed however the block ends.
+        """Close the environment when the block ends.
 
         Args:
-            unless_well: Leave it open where nothing is raised, for who goes on with it.
+            unless_well: Leave it open if nothing is raised, because the caller continues with it.
         """
         environment, well = self.environment, False
         if environment is not None:
@@ -219,12 +216,12 @@ def parts_of(
     train_dataset: Any,
     given: Given,
 ) -> Parts:
-    """An environment's workflow, judge and datasets in their places.
+    """Put an environment's workflow, judge and datasets in their places.
 
-    A dataset that the caller or the file names wins over the environment's.
+    A dataset from the caller or the file wins over the environment's.
 
     Raises:
-        FunctionError: It is none, or stands beside a workflow or judge.
+        FunctionError: It is not an environment, or a workflow or judge is given, too.
         ConfigError: The file cannot be read.
     """
     if given.get("environment") is None:
@@ -232,8 +229,8 @@ def parts_of(
     for name, function in (("workflow_func", workflow), ("judge_func", judge)):
         if function is not None:
             raise FunctionError(
-                f"environment and {name} are given, but an environment brings its own workflow and "
-                "judge: leave one of them out"
+                f"environment and {name} are given, but an environment has its own workflow and "
+                "judge: remove one of them"
             )
     environment = brought(given["environment"])
     layers = read_layers(
@@ -257,7 +254,7 @@ _TASKSET = "buffer.explorer_input.taskset.path"
 
 
 def _rolls_out(layers: Layers) -> bool:
-    """Whether the environment's tasks are what is trained on, and not recorded data."""
+    """Whether the environment's tasks are trained, and not recorded data."""
     return mode_of(layers.tree) != "train"
 
 
@@ -267,7 +264,7 @@ def _names_evaluation(layers: Layers) -> bool:
 
 
 def _missing(settings: Mapping[str, Any], layers: Layers, given: Given) -> list[str]:
-    """Those settings of an environment that nobody made, as overrides."""
+    """An environment's settings that nothing else sets, as overrides."""
     unmade = WITHOUT_FILE if given.get("config_path") is None else {}
     return [
         f"{key}={json.dumps(value)}"

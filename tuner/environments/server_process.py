@@ -1,4 +1,4 @@
-"""A server that a run starts for itself, and ends with all that it has started."""
+"""A server that a run starts for itself, and stops with all its processes."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from typing import IO, Any
 from tuner.errors import ConfigError
 
 START_SECONDS = 180.0
-"""How long a server may take until it answers."""
+"""Maximum seconds until a server answers."""
 STOP_SECONDS = 5.0
-"""How long it may take to end by itself."""
+"""Maximum seconds until it ends by itself."""
 _SHOWN = 500
-# Where its standard input ends, this process has ended, however it did: its group is killed then.
+# Its standard input ends when this process ends, in any way; then its group is killed.
 _WATCHED = 'exec 3<&0 </dev/null; (read _ <&3; kill -KILL 0) & exec "$@" 3<&-'
 
 
 class ServerProcess:
-    """Starts a server when its address is first asked for, and again where it has ended.
+    """Starts a server when its address is first needed, and again if it has ended.
 
     Args:
         command: Its arguments; `{port}` in them is a free port of loopback. Programs of this
             Python's environment are found before others.
-        url: Where it will be; None: on that port.
-        folder: Where it runs. None: in the current folder.
+        url: Its address; None: on that port.
+        folder: Its working directory. None: the current one.
 
     Raises:
-        ConfigError: Nobody would know where it is.
+        ConfigError: Its address would be unknown.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ServerProcess:
         self._folder = folder
         if url is None and not any("{port}" in part for part in self._command):
             raise ConfigError(
-                f"the command {' '.join(self._command)!r} does not say where its server will be: "
+                f"the command {' '.join(self._command)!r} does not contain its server's address: "
                 "put {port} into it, or give url"
             )
         self._lock = threading.Lock()
@@ -58,13 +58,13 @@ class ServerProcess:
 
     def __reduce__(self) -> tuple[Any, ...]:
         made = partial(ServerProcess, url=self._url, folder=self._folder)
-        return made, (self._command,)  # elsewhere it starts one of its own
+        return made, (self._command,)  # another process starts one of its own
 
     def address(self) -> str:
-        """Where the server is, which answers by then; blocks until it does.
+        """The server's address; blocks until the server answers.
 
         Raises:
-            ConnectionError: It ended, or did not answer in time; the message has its last words.
+            ConnectionError: It ended, or did not answer in time; the message has its last output.
         """
         with self._lock:
             if self._process is None or self._process.poll() is not None:
@@ -73,7 +73,7 @@ class ServerProcess:
             return self._address
 
     def close(self) -> None:
-        """End it and what it has started."""
+        """Stop the server and all processes that it started."""
         with self._lock:
             self._stop()
 

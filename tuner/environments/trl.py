@@ -2,8 +2,8 @@
 
     from tuner.environments.trl import GRPOConfig, GRPOTrainer      # was: from trl import ...
 
-Reward functions see the completions of one group at a time, those that were completed. A completion
-that none of them scores has no reward, and neither teaches nor counts for the others.
+Reward functions are called once per group, with its completed completions. A completion that no
+function scores has no reward: it is not trained and does not count for the others.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from tuner.runs.result import TuneResult
 
 
-# A completion as TRL makes it: of a text or of messages, with tools and environments.
+# A completion made like TRL's: from text or messages, with tools and environments.
 
 
 _NO_TOOLS = ("reset", "get_reward")
@@ -49,15 +49,15 @@ _NO_TOOLS = ("reset", "get_reward")
 
 @dataclass(frozen=True)
 class Completed:
-    """A completion, as reward functions see it.
+    """A completion as reward functions see it.
 
     Attributes:
-        prompt: With what the environment said of it.
-        completion: A text of a text; of messages the messages that were added.
-        ids: Token ids behind the prompt, results of tools among them.
-        step: Updates of the weights so far.
-        environment: Its own, or None; where it goes back to.
-        metrics: Calls of tools, and how many failed.
+        prompt: The prompt with the environment's text.
+        completion: Text for a text prompt; for messages the added messages.
+        ids: Token ids after the prompt, including tool results.
+        step: Number of weight updates so far.
+        environment: The rollout's environment, or None, and where to return it.
+        metrics: Number of tool calls, and of failed ones.
     """
 
     prompt: Any
@@ -69,21 +69,21 @@ class Completed:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def get_text_content(self) -> str:
-        """The completion for people."""
+        """The completion in readable form."""
         if isinstance(self.completion, str):
             return self.completion
         return str(self.completion[-1].get("content") or "") if self.completion else ""
 
 
 class Instances:
-    """Environments: made when none is idle, one for each rollout that runs; and what is a tool.
+    """Environments, created when none is idle (one for each running rollout), and their tools.
 
     Args:
-        factory: As TRL takes it, or None.
-        tools: Functions that are tools whatever the environment.
+        factory: A factory in TRL's form, or None.
+        tools: Functions that are tools in every environment.
 
     Raises:
-        ConfigError: An environment has no `reset`, or a tool no docstring or types.
+        ConfigError: An environment has no `reset`, or a tool has no docstring or types.
     """
 
     def __init__(self, factory: Any, tools: Sequence[Callable[..., Any]]) -> None:
@@ -106,37 +106,37 @@ class Instances:
                 self.rewarding_classes.append(type(instance))
 
     def __getstate__(self) -> dict[str, Any]:
-        """In another process it makes its own environments: they may hold what no pickle can."""
+        """Another process creates its own environments: these may not be picklable."""
         return {**self.__dict__, "_idle": defaultdict(list)}
 
     async def take(self, task: Mapping[str, Any]) -> tuple[str | None, Any]:
-        """An environment for a row, by its name; None where there are none.
+        """An environment for a row, and its name; None if there are none.
 
         Raises:
-            DatasetError: The row names one that nobody makes.
+            DatasetError: The row names an unknown environment.
         """
         if not self._factories:
             return None, None
         name = task.get("environment") if self.several else None
         if name not in self._factories:
             raise DatasetError(
-                f"the row's environment is {name!r}; environment_factory makes "
+                f"the row's environment is {name!r}, but environment_factory makes "
                 f"{', '.join(map(str, self._factories))}"
             )
         idle = self._idle[name]
         return name, idle.pop() if idle else await in_thread(self._factories[name])
 
     def give_back(self, name: str | None, instance: Any) -> None:
-        """Let another rollout have it, which resets it."""
+        """Return an environment for another rollout, which resets it."""
         if instance is not None:
             self._idle[name].append(instance)
 
     def clear(self) -> None:
-        """Forget those that are idle."""
+        """Drop the idle ones."""
         self._idle.clear()
 
     def tools_of(self, name: str | None, instance: Any) -> Tools:
-        """What a rollout may call."""
+        """Tools of a rollout."""
         methods = [] if instance is None else _methods(instance)
         functions = {one.__name__: one for one in [*self._standalone, *methods]}
         return Tools(functions, self._schemas[name])
@@ -144,12 +144,12 @@ class Instances:
 
 @dataclass
 class Tools:
-    """Functions that the model may call, and what is said of them.
+    """Functions that the model may call, and their schemas.
 
     Attributes:
         functions: By name.
         schemas: In OpenAI's form.
-        called, failed: How many calls there were; how many of them raised.
+        called, failed: Number of calls, and of calls that raised.
     """
 
     functions: Mapping[str, Callable[..., Any]]
@@ -158,7 +158,7 @@ class Tools:
     failed: int = 0
 
     async def result_of(self, name: str, arguments: str) -> Any:
-        """What a call gives, or its error, as TRL tells the model."""
+        """The result of a call, or its error in TRL's form."""
         self.called += 1
         try:
             if name not in self.functions:
@@ -176,7 +176,7 @@ class Tools:
 
 @dataclass
 class Prompted:
-    """A prompt that is to be completed."""
+    """A prompt to be completed."""
 
     prompt: Any
     tools: Tools
@@ -193,13 +193,13 @@ class Prompted:
         instances: Instances,
         config: GRPOConfig,
     ) -> Prompted:
-        """A row's prompt, with what the environment says at its reset.
+        """A row's prompt, with the text of the environment's reset.
 
         Raises:
             DatasetError: The row has no prompt, or images.
         """
         if images := [key for key in ("image", "images") if task.get(key) is not None]:
-            raise DatasetError(f"the row has {images[0]}: only text is trained here")
+            raise DatasetError(f"the row has {images[0]}: only text can be trained")
         empty = [{"role": "user", "content": ""}]
         prompt = copy.deepcopy(task.get("prompt", None if environment is None else empty))
         tools = instances.tools_of(name, environment)
@@ -217,7 +217,7 @@ class Prompted:
         return cls(prompt, tools, config, environment, name)
 
     async def completed(self, model: Any) -> Completed:
-        """Its completion; what is sampled is `args`'."""
+        """Complete the prompt; `args` sets the sampling."""
         added = None if isinstance(self.prompt, str) else await self._answered(model)
         if added is None:
             await self._continued(model)
@@ -245,7 +245,7 @@ class Prompted:
         )
 
     async def _answered(self, model: Any) -> list[dict[str, Any]]:
-        """The messages that are added to the prompt, as TRL has them."""
+        """Messages added to the prompt, in TRL's form."""
         sent, added = list(self.prompt), []
         limit = self.config.max_tool_calling_iterations
         limit = sys.maxsize if limit is None else limit
@@ -267,7 +267,7 @@ class Prompted:
         return added
 
     def _sampling(self, model: Any = None) -> dict[str, Any]:
-        """What a call says of how it is sampled; the rest is the run's."""
+        """Sampling settings of a call; the others are the run's."""
         found: dict[str, Any] = {}
         if (left := self._room(model)) is not None:
             found["max_tokens"] = left
@@ -281,7 +281,7 @@ class Prompted:
         return None if isinstance(self.prompt, str) else self.config.chat_template_kwargs or None
 
     def _room(self, model: Any) -> int | None:
-        """Tokens that the completion may still have, results of tools but the next ones counted."""
+        """Tokens left for the completion; counts tool results except the next ones."""
         limit: int | None = self.config.max_completion_length
         if limit is None:
             return None
@@ -300,10 +300,7 @@ def _methods(instance: Any) -> list[Callable[..., Any]]:
 
 
 def _schemas(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
-    """
-    Raises:
-        ConfigError: A tool has no docstring, or an argument no type or description.
-    """
+    """Raises ConfigError if a tool has no docstring, or an argument no type or description."""
     if not tools:
         return []
     from transformers.utils.chat_template_utils import get_json_schema
@@ -324,7 +321,7 @@ async def _reset(environment: Any, given: dict[str, Any]) -> Any:
 
 
 def _as_trl(message: Any) -> dict[str, Any]:
-    """An answer as TRL's parser gives it: arguments are a dict, and calls have no id."""
+    """An answer in the form of TRL's parser: arguments are a dict, and calls have no id."""
     told = message.model_dump(exclude_none=True)
     found = {"role": "assistant", "content": told.get("content") or ""}
     if told.get("reasoning_content"):
@@ -344,8 +341,8 @@ def _as_trl(message: Any) -> dict[str, Any]:
 
 
 def _ids(calls: Sequence[Any]) -> list[int]:
-    """What follows the first prompt, up to the end of the last call; where the last does not go on
-    from the first, what was sampled."""
+    """Ids after the first prompt, up to the end of the last call; only the sampled ids if the last
+    call does not continue the first."""
     if not calls:
         return []
     first, last = calls[0].prompt_ids, calls[-1]
@@ -355,33 +352,34 @@ def _ids(calls: Sequence[Any]) -> list[int]:
 
 
 def _step(session: str) -> int:
-    """Updates of the weights before a rollout: its session is called `train-3-0-1-1`."""
+    """Weight updates before a rollout, from its session's name, such as `train-3-0-1-1`."""
     split, step, *numbers = session.rsplit("-", 4)
     return int(step) - (split == "train") if len(numbers) == 3 else 0
 
 
-# TRL's reward functions on a group's completions: called as TRL calls them, added as it adds.
+# TRL's reward functions on a group's completions: called and added like in TRL.
 
 
-# Reward functions that are not async are written for a trainer that calls one at a time.
+# Reward functions that are not async expect a trainer that calls one at a time.
 _ONE_AT_A_TIME = threading.Lock()
-# Groups are judged beside each other, and of two threads that import transformers one may find half
-# of it.
+# Groups are judged concurrently, and if two threads import transformers, one may find it
+# half imported.
 _IMPORTING = threading.Lock()
 
 
 class RewardFunctions:
     """Reward functions and their weights.
 
-    Those that are not async are called one at a time, as TRL does: in a thread, but never two.
+    Functions that are not async run in a thread, never two at a time, because TRL calls them one at
+    a time.
 
     Args:
-        functions: As TRL takes them; a reward model is none.
-        weights: One each, or None for 1.
-        classes: Of environments that have a reward of their own, which counts once.
+        functions: Functions in TRL's form; reward models are not supported.
+        weights: One for each function, or None for 1.
+        classes: Classes of environments that have a reward of their own, which counts once.
 
     Raises:
-        ConfigError: One cannot be called, there is none, or there are more or fewer weights.
+        ConfigError: One cannot be called, there is none, or the number of weights differs.
     """
 
     def __init__(
@@ -395,7 +393,7 @@ class RewardFunctions:
         if weights is not None and len(weights) != len(functions):
             raise ConfigError(
                 f"GRPOConfig.reward_weights has {len(weights)} weights for {len(functions)} "
-                "reward functions: give each one"
+                "reward functions: give one for each"
             )
         own = [functools.partial(_reward_of_environment, one) for one in classes]
         self._functions = [*functions, *own]
@@ -406,22 +404,22 @@ class RewardFunctions:
         ]
         if not self._functions:
             raise ConfigError(
-                "nothing rewards: give reward_funcs, or an environment_factory whose environments "
-                "have get_reward()"
+                "there is no reward: give reward_funcs, or an environment_factory whose "
+                "environments have get_reward()"
             )
 
     async def of(
         self, task: dict[str, Any], group: Sequence[Completed], *, max_steps: int
     ) -> list[JudgeOutput]:
-        """The weighted sum of the rewards of each completion; NaN where it has none.
+        """The weighted sum of the rewards of each completion; NaN if it has none.
 
         Args:
             task: Their row.
             group: The completions.
-            max_steps: Of the run, for `trainer_state`.
+            max_steps: Steps of the run, for `trainer_state`.
 
         Raises:
-            FunctionError: A function returned something else than a reward, or None, for each.
+            FunctionError: A function did not return a reward or None for each completion.
         """
         extra: dict[str, list[Any]] = {}
         logged: dict[str, list[float]] = {}
@@ -452,7 +450,7 @@ class RewardFunctions:
         ]
 
     async def _columns(self, arguments: dict[str, Any], count: int) -> list[list[float | None]]:
-        """What each function says, of which those that are async run together."""
+        """Rewards of each function; async functions run concurrently."""
         found: dict[int, Any] = {}
         waiting = {}
         for index, function in enumerate(self._functions):
@@ -492,7 +490,7 @@ class RewardFunctions:
 
 
 def _state(step: int, max_steps: int) -> Any:
-    """transformers' own, whose import takes seconds and PyTorch."""
+    """transformers' TrainerState; its import takes seconds and needs PyTorch."""
     with _IMPORTING:
         from transformers import TrainerState
 
@@ -500,14 +498,11 @@ def _state(step: int, max_steps: int) -> Any:
 
 
 def _check(function: Any, where: str) -> None:
-    """
-    Raises:
-        ConfigError: It is a reward model, a class, or nothing that can be called.
-    """
+    """Raises ConfigError for a reward model, a class, or anything that cannot be called."""
     bases = type(function).__mro__
     if isinstance(function, str) or any(one.__module__.startswith("torch.nn") for one in bases):
         raise ConfigError(
-            f"{where} is {shown(function)}, a reward model: pass a function that asks it, as "
+            f"{where} is {shown(function)}, a reward model: pass a function that calls it, such as "
             "`def scored(prompts, completions, **columns): return model(...)`"
         )
     if isinstance(function, type) or not callable(function):
@@ -515,10 +510,7 @@ def _check(function: Any, where: str) -> None:
 
 
 def _checked(said: Any, name: str, count: int) -> list[float | None]:
-    """
-    Raises:
-        FunctionError: It is something else than a reward, or None, for each completion.
-    """
+    """Raises FunctionError unless there is a reward or None for each completion."""
     try:
         rewards = [None if one is None else float(one) for one in said]
     except (TypeError, ValueError):
@@ -537,7 +529,7 @@ def _checked(said: Any, name: str, count: int) -> list[float | None]:
 async def _reward_of_environment(
     made: type[Any], environments: Sequence[Any], **_: Any
 ) -> list[float | None]:
-    name = _name_of(made)  # in a worker the class may be there twice: sent, and imported
+    name = _name_of(made)  # a worker may have the class twice: sent, and imported
     return [await _rewarded(one) if _name_of(type(one)) == name else None for one in environments]
 
 
@@ -562,22 +554,23 @@ __all__ = ["TRL", "GRPOConfig", "GRPOTrainer", "from_trl"]
 
 
 class TRL(Environment):
-    """What a `GRPOTrainer` is made of, as an environment.
+    """A `GRPOTrainer`'s arguments as an environment.
 
     Args:
         reward_funcs: One or several, sync or async, or objects with `__call__`; called with
             `prompts`, `completions`, `completion_ids`, the columns of the row, `trainer_state`,
-            `log_extra`, `log_metric` and, where there are some, `environments`.
-            A text refers to one, as in the file: `path/file.py:name`, `package.module:name`.
+            `log_extra`, `log_metric` and, if there are any, `environments`.
+            A string refers to one, as in the file: `path/file.py:name`, `package.module:name`.
         train_dataset, eval_dataset: Rows with a `prompt`, a text or messages.
-        args: A GRPOConfig, ours or TRL's, or a mapping: settings, where the file and the caller of
-            `tune()` have none. None: none.
+        args: A GRPOConfig (ours or TRL's), or a mapping: settings that neither the file nor the
+            caller of `tune()` sets. None: no settings.
         tools: Functions that the model may call, with types and a docstring in Google's style.
-        environment_factory: Makes environments, or does so by the row's field `environment`. Their
-            methods are tools; `reset(**row)` may say something, `get_reward()` is one more reward.
+        environment_factory: Makes environments; or a mapping of factories, chosen by the row's
+            field `environment`. Their methods are tools; `reset(**row)` may return a text,
+            `get_reward()` is one more reward.
 
     Raises:
-        ConfigError: There is nothing that rewards, or something that cannot be had here.
+        ConfigError: There is no reward, or an argument is not supported.
     """
 
     def __init__(
@@ -602,7 +595,7 @@ class TRL(Environment):
         )
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         if train_dataset is None and environment_factory is not None:
-            # An environment that says what is asked: as many rows as a step has.
+            # The environment provides the prompts: as many rows as a step needs.
             count = prompts_in_a_step(config)
             self.train_dataset = [{"prompt": [{"role": "user", "content": ""}]}] * count
         if args is not None:
@@ -610,11 +603,11 @@ class TRL(Environment):
         self._config, self._steps = config, int(self.settings.get("buffer.total_steps", 0))
 
     def check_settings(self, config: RunConfig) -> None:
-        """Take note of how long the run is; the file and overrides win over `args`."""
+        """Remember the length of the run; the file and overrides win over `args`."""
         self._steps = config.buffer.total_steps or self._steps
 
     async def workflow(self, task: dict[str, Any], model: Any) -> WorkflowOutput:
-        """The completion of a prompt, with the calls of tools that it makes.
+        """Complete a prompt, with tool calls.
 
         Raises:
             DatasetError: The row has no prompt, or images.
@@ -625,7 +618,7 @@ class TRL(Environment):
         return WorkflowOutput(response=completed, metrics=completed.metrics)
 
     async def _judge(self, task: dict[str, Any], responses: list[Completed]) -> list[JudgeOutput]:
-        """The rewards of a group, weighted and added."""
+        """Weighted sums of the rewards of a group."""
         outputs = await self._rewards.of(task, responses, max_steps=self._steps)
         for one in responses:
             self._instances.give_back(one.environment_name, one.environment)
@@ -636,20 +629,20 @@ class TRL(Environment):
         return self._judge
 
     async def close(self) -> None:
-        """Forget the environments that are idle."""
+        """Drop the idle environments."""
         self._instances.clear()
 
 
 class GRPOTrainer:
-    """A GRPOTrainer whose `train()` is `tune()`; what it cannot take is refused by name.
+    """A GRPOTrainer whose `train()` is `tune()`; unsupported arguments are rejected by name.
 
-    Args: As TRL's.
+    Args: Those of TRL.
 
     Attributes:
-        environment: What `tune()` gets.
+        environment: The environment for `tune()`.
 
     Raises:
-        ConfigError: An argument has no equal here.
+        ConfigError: An argument is not supported.
     """
 
     def __init__(
@@ -672,14 +665,14 @@ class GRPOTrainer:
         refused = {
             "processing_class": (processing_class, "the tokenizer of the model's folder is used"),
             "reward_processing_classes": (reward_processing_classes, "there are no reward models"),
-            "callbacks": (callbacks, "metrics are in metrics.jsonl, and where report_to says"),
+            "callbacks": (callbacks, "see metrics.jsonl, or set report_to"),
             "optimizers": (tuple(optimizers) != (None, None), "set them in args"),
-            "quantization_config": (quantization_config, "weights are trained as they are"),
-            "rollout_func": (rollout_func, "a workflow is that: tune(workflow, ...)"),
+            "quantization_config": (quantization_config, "weights are trained unquantized"),
+            "rollout_func": (rollout_func, "use a workflow instead: tune(workflow, ...)"),
         }
         for name, (value, instead) in refused.items():
             if value:
-                raise ConfigError(f"GRPOTrainer's {name} is no argument here: {instead}")
+                raise ConfigError(f"GRPOTrainer's {name} is not supported: {instead}")
         if not isinstance(model, (str, Path)):
             raise ConfigError(
                 f"GRPOTrainer's model is a {type(model).__name__}: pass the name or folder that it "
@@ -700,10 +693,11 @@ class GRPOTrainer:
         self.result: TuneResult | None = None
 
     def train(self, **given: Any) -> TuneResult:
-        """Run it.
+        """Train the model.
 
         Args:
-            given: What else `tune()` takes, as `overrides` and `config_path`, which win over args.
+            given: Further arguments of `tune()`, such as `overrides` and `config_path`, which win
+                over args.
         """
         from tuner.tune import tune
 
@@ -725,26 +719,23 @@ class GRPOTrainer:
 def from_trl(model: Any, reward_funcs: Any = None, args: Any = None, **given: Any) -> TRL:
     """A GRPOTrainer's arguments as an environment: `tune(environment=from_trl(...))`.
 
-    Args: As TRL's `GRPOTrainer`.
+    Args: Those of TRL's `GRPOTrainer`.
 
     Raises:
-        ConfigError: An argument has no equal here.
+        ConfigError: An argument is not supported.
     """
     return GRPOTrainer(model, reward_funcs, args, **given).environment
 
 
 def _adapter(config: Any) -> dict[str, Any]:
-    """peft's `LoraConfig` as keys of the file.
-
-    Raises:
-        ConfigError: It is another adapter, or has something that ours does not.
-    """
+    """peft's `LoraConfig` as keys of the file; raises ConfigError for another adapter, or a
+    field that is not supported."""
     if type(config).__name__ != "LoraConfig":
-        raise ConfigError(f"peft_config is a {type(config).__name__}: LoraConfig is what works")
+        raise ConfigError(f"peft_config is a {type(config).__name__}: only LoraConfig is supported")
     if config.target_modules is None:
         raise ConfigError(
-            "peft_config.target_modules is not set, and peft would choose by the model: name the "
-            "layers, or 'all-linear'"
+            "peft_config.target_modules is not set, and peft's default depends on the model: name "
+            "the layers, or set 'all-linear'"
         )
     for name in (
         "lora_dropout",
@@ -754,7 +745,7 @@ def _adapter(config: Any) -> dict[str, Any]:
         "layers_to_transform",
     ):
         if value := getattr(config, name, None):
-            raise ConfigError(f"peft_config.{name} is {value!r}, which is no setting here")
+            raise ConfigError(f"peft_config.{name} is {value!r}, which is not supported")
     targets = config.target_modules
     one = {
         "lora_rank": config.r,
@@ -765,7 +756,7 @@ def _adapter(config: Any) -> dict[str, Any]:
 
 
 def _loaded(given: Any, argument: str) -> Any:
-    """The function that a text refers to; a text that refers to none is a model's name."""
+    """The function that a string refers to; other strings are names of models."""
     refers = isinstance(given, str) and ":" in given
     return load_function(given, setting=argument) if refers else given
 

@@ -1,4 +1,5 @@
-"""verifiers' environments: its taskset, harness and rewards, with our model behind its client."""
+"""verifiers' environments: taskset, harness and rewards, with our model behind verifiers'
+client."""
 
 from __future__ import annotations
 
@@ -26,11 +27,11 @@ _SCORING = "scoring"
 
 
 class EpisodeError(TunerError, RuntimeError):
-    """An episode of verifiers' failed before it could be scored."""
+    """An episode of verifiers failed before it could be scored."""
 
 
 class Reply(str):
-    """The agent's last words, and verifiers' own record of the episode.
+    """The agent's last message, and verifiers' record of the episode.
 
     Attributes:
         trace: A `verifiers.v1.Trace`.
@@ -48,21 +49,21 @@ class Reply(str):
 class Verifiers(Environment):
     """One environment of verifiers (0.4, whose stack is `verifiers.v1`).
 
-    Its taskset is the dataset, its harness runs the agent in its runtime, its rewards with their
-    weights are the reward, its metrics are metrics; the table of all of them is the feedback. Its
-    client asks our gateway with the rollout's own key. Its interception server, toolsets that the
-    taskset shares, and what `Env.start` begins, are there once.
+    Its taskset is the dataset, and its harness runs the agent in its runtime. The weighted sum of
+    its rewards is the reward, its metrics are metrics, and the table of all of them is the
+    feedback. Its client calls our gateway with the rollout's key. The interception server, shared
+    toolsets, and anything that `Env.start` starts exist once.
 
     Args:
-        env: A `verifiers.v1.Env`, its `EnvConfig`, or the id of a taskset. None: `config` says it.
-        train, eval: Which tasks are trained and evaluated on, with the keys of verifiers'
+        env: A `verifiers.v1.Env`, its `EnvConfig`, or the id of a taskset. None: see `config`.
+        train, eval: Selection of the tasks for training and evaluation, with the keys of verifiers'
             `SelectConfig` (`include`, `exclude`, `shuffle`, `seed`, `skip`, `limit`). `train` None:
             all; `eval` None: none.
-        config: The keys of an `EnvConfig`, as in `taskset={"id": ...}, agent={"harness": ...}`.
+        config: The keys of an `EnvConfig`, such as `taskset={"id": ...}, agent={"harness": ...}`.
 
     Raises:
-        ConfigError: It cannot be loaded; or asks for several agents, a model or client of its own,
-            or retries.
+        ConfigError: It cannot be loaded; or it has several agents, its own model or client, or
+            retries.
         MissingDependencyError: verifiers is not installed.
     """
 
@@ -90,17 +91,15 @@ class Verifiers(Environment):
         self._classes: set[type[Any]] = set()
 
     def check_settings(self, config: RunConfig) -> None:
-        """
-        Raises:
-            ConfigError: A worker would make other tasks of the rows than the taskset has.
-        """
+        """Raises ConfigError if a worker would build other tasks from the rows than the taskset
+        has."""
         made = type(self._env.taskset).task_type()
         others = ", ".join(sorted(one.__name__ for one in self._classes - {made}))
         if config.tuner.workers and others:
             raise ConfigError(
-                f"tuner.workers is {config.tuner.workers}, and {self._env.config.env_id} has tasks "
-                f"of the classes {others} beside {made.__name__}, which their rows do not tell: "
-                "set it to 0"
+                f"tuner.workers is {config.tuner.workers}, but {self._env.config.env_id} has tasks "
+                f"of the classes {others} in addition to {made.__name__}, which rows do not "
+                "distinguish: set it to 0"
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -116,7 +115,7 @@ class Verifiers(Environment):
         try:
             view = taskset.select(SelectConfig.model_validate(dict(select)))
             if not view.bounded:
-                raise ValueError("the taskset has no end: set limit, or closed ranges to include")
+                raise ValueError("the taskset is infinite: set limit, or closed ranges to include")
             tasks = list(view)
         except Exception as error:
             raise ConfigError(
@@ -128,7 +127,7 @@ class Verifiers(Environment):
         return [_row(task) for task in tasks]
 
     def _task(self, row: Mapping[str, Any]) -> Any:
-        """The task of a row: the taskset's own, or where the row is another, one made of it."""
+        """The task of a row: the taskset's, or one made from the row if that is another."""
         known = self._tasks.get(row.get("idx", -1))
         if known is not None and _row(known) == row:
             return known
@@ -140,9 +139,9 @@ class Verifiers(Environment):
         """Run one episode.
 
         Raises:
-            EpisodeError: It failed; says which of verifiers' errors it was.
+            EpisodeError: It failed; names verifiers' error.
             RewardError: A reward or metric failed.
-            RewardTimeout: Scoring took longer than it may.
+            RewardTimeout: Scoring exceeded its time limit.
         """
         from verifiers.v1 import EvalClientConfig, ModelContext
 
@@ -160,24 +159,24 @@ class Verifiers(Environment):
         return WorkflowOutput(response=Reply.of(trace), metrics=metrics)
 
     async def judge(self, task: dict[str, Any], response: Any) -> JudgeOutput:
-        """What the rewards came to, and each of them in words.
+        """The reward, and each of the rewards in words.
 
         Raises:
-            RewardError: The response is not the workflow's own.
+            RewardError: The response does not come from the workflow.
         """
         if not isinstance(response, Reply):
             raise RewardError(
-                f"the response is {shown(response)}: verifiers scores an episode while it is there"
+                f"the response is {shown(response)}: verifiers scores an episode only while it runs"
             )
         trace = response.trace
         return JudgeOutput(reward=trace.reward, feedback=_feedback(trace))
 
     async def _serve(self) -> None:
-        """Begin what all rollouts share, once in an event loop."""
+        """Start what all rollouts share, once in an event loop."""
         if self._ready is None:
             self._ready = asyncio.get_running_loop().create_future()
             self._over = asyncio.Event()
-            # In a task of its own: what it enters must be left in the same.
+            # In a task of its own, because the task that enters the contexts must leave them.
             self._held = asyncio.ensure_future(self._hold(self._ready, self._over))
         await asyncio.shield(self._ready)
 
@@ -190,11 +189,11 @@ class Verifiers(Environment):
         except Exception as error:
             if ready.done():
                 raise
-            self._ready = None  # the next rollout tries anew
+            self._ready = None  # the next rollout tries again
             ready.set_exception(EpisodeError(f"Env.serving(): {type(error).__name__}: {error}"))
 
     async def close(self) -> None:
-        """End what rollouts shared."""
+        """Stop what all rollouts share."""
         held, over = self._held, self._over
         self._held = self._ready = self._over = None
         if held is not None and over is not None:
@@ -204,11 +203,11 @@ class Verifiers(Environment):
 
 @asynccontextmanager
 async def _door(env: Any) -> AsyncIterator[Any]:
-    """One interception server for all rollouts, where all of it is on this machine; else None, for
-    which each rollout brings its own, with a tunnel.
+    """One interception server for all rollouts if everything runs on this machine; else None,
+    and each rollout starts its own, with a tunnel.
 
-    verifiers' own keeps a client for each key that it has seen, with certificates read anew. Here
-    all are over one pool, and none outlives its rollout.
+    verifiers' server keeps a client for each key, and reads the certificates for each. Here all
+    clients use one pool, and none outlives its rollout.
     """
     from verifiers.v1 import EvalClientConfig
     from verifiers.v1.clients import EvalClient
@@ -242,17 +241,17 @@ def _loaded(env: Any, config: Mapping[str, Any]) -> Any:
         from verifiers import v1
     except ImportError as error:
         raise MissingDependencyError(
-            f"environments of verifiers need verifiers 0.4, which does not import ({error}): "
-            f"{pip_install('verifiers')}"
+            "environments of verifiers need verifiers 0.4, which cannot be imported "
+            f"({error}): {pip_install('verifiers')}"
         ) from error
     _remove_port_files()
     if isinstance(env, v1.Env):
         if config:
-            raise ConfigError(f"the environment is made already: leave out {', '.join(config)}")
+            raise ConfigError(f"the environment already exists: remove {', '.join(config)}")
         return env
     if isinstance(env, v1.Taskset):
         raise ConfigError(
-            f"{type(env).__name__} is a taskset alone, without an agent: pass its id, or "
+            f"{type(env).__name__} is only a taskset, without an agent: pass its id, or "
             "verifiers.v1.load_environment(config)"
         )
     try:
@@ -269,12 +268,13 @@ def _loaded(env: Any, config: Mapping[str, Any]) -> Any:
 
 
 def _remove_port_files() -> None:
-    """Let no file be left in `/tmp` by which a server of tools on this machine said its port."""
+    """Delete the files in `/tmp` in which servers of tools on this machine announced their
+    ports."""
     from verifiers.v1.mcp import launch
 
-    read: Any = getattr(launch, "_read_back_port", None)  # its own, and may go
+    read: Any = getattr(launch, "_read_back_port", None)  # its own files, which may be deleted
     if read is None or read.__module__ != launch.__name__:
-        return  # or it is so already
+        return  # or already deleted
 
     async def read_and_removed(runtime: Any, path: str) -> int:
         try:
@@ -289,31 +289,28 @@ def _remove_port_files() -> None:
 
 
 def _only_seat(config: Any) -> str:
-    """The name of the agent that is trained.
-
-    Raises:
-        ConfigError: There are several, or it would not be ours that answers, or not once.
-    """
+    """The name of the trained agent; raises ConfigError if there are several, or another model
+    would answer, or more than once."""
     from verifiers.v1.configs.agent import agent_config_fields
 
     seats = agent_config_fields(config)
     if len(seats) != 1:
         raise ConfigError(
-            f"environment {config.env_id} has the agents {', '.join(seats)}: only those of one "
-            "agent are trained, because a rollout has one reward"
+            f"environment {config.env_id} has the agents {', '.join(seats)}: only environments "
+            "with one agent can be trained, because a rollout has one reward"
         )
     name, seat = next(iter(seats.items()))
     for key in ("model", "client"):
         if getattr(seat, key) is not None:
             raise ConfigError(
-                f"{name}.{key} of environment {config.env_id} is set, but the model that is "
-                "trained answers: remove it"
+                f"{name}.{key} of environment {config.env_id} is set, but the trained model "
+                "answers: remove it"
             )
     for path, found in ((f"{name}.retries", seat.retries), ("retries", config.retries)):
         if found.max_retries or found.rules:
             raise ConfigError(
                 f"{path} of environment {config.env_id} is set, but each attempt at a rollout is a "
-                "trace of its own: set explorer.max_retry_times, and remove it"
+                "separate trace: remove it, and set explorer.max_retry_times"
             )
     return str(name)
 
@@ -325,8 +322,8 @@ def _row(task: Any) -> dict[str, Any]:
 
 @contextmanager
 def _api_key(key: str) -> Iterator[str]:
-    """The name of an environment variable that holds a rollout's key, where verifiers reads it; by
-    that name its programs do not inherit it."""
+    """Name of an environment variable with a rollout's key, for verifiers to read; its programs
+    do not inherit a variable of that name."""
     name = f"TUNER_{secrets.token_hex(8).upper()}_API_KEY"
     os.environ[name] = key
     try:
@@ -336,10 +333,7 @@ def _api_key(key: str) -> Iterator[str]:
 
 
 def _raise_failure(episode: Any, trace: Any) -> None:
-    """
-    Raises:
-        EpisodeError, RewardError, RewardTimeout: As `Verifiers.workflow`.
-    """
+    """Raises EpisodeError, RewardError or RewardTimeout; see `Verifiers.workflow`."""
     unscored = trace is not None and [name for name, one in trace.rewards.items() if one is None]
     if not episode.ok:
         errors = [*episode.errors, *(trace.errors if trace is not None else ())]
@@ -349,9 +343,9 @@ def _raise_failure(episode: Any, trace: Any) -> None:
         raise RewardError(said) if scoring else EpisodeError(said)
     stop = trace.stop_condition
     if stop == "scoring_timeout":
-        raise RewardTimeout("verifiers' own limit for scoring has passed")
+        raise RewardTimeout("verifiers' own time limit for scoring has passed")
     if stop == "setup_timeout":
-        raise EpisodeError("verifiers' own limit for setup has passed")
+        raise EpisodeError("verifiers' own time limit for setup has passed")
     if unscored or not trace.rewards:
         what = f"{', '.join(unscored)} gave none" if unscored else "it has no rewards"
         raise RewardError(f"the episode is not scored: {what} (stopped by {stop})")

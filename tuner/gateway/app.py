@@ -7,12 +7,14 @@ import contextlib
 import hashlib
 import json
 import logging
+import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tuner.engines.base import Engine, Generation
+from tuner.gateway import session_api
 from tuner.gateway.completion import Completion
 from tuner.gateway.dialects import Exchange, anthropic, chat
 from tuner.gateway.dialects.responses import ResponsesExchange
@@ -188,6 +190,7 @@ class Gateway:
     Attributes:
         service: The first four arguments.
         warned: The settings that `Session.warn_once` has warned of.
+        shared: Sessions that other processes use, by their owner's key.
 
     Raises:
         ConfigError: `reasoning` is "keep", and the renderer does not recognise reasoning.
@@ -205,11 +208,13 @@ class Gateway:
         self._where = opening
         self.service = Service(engine, renderer, model_name, reasoning)
         self.warned: set[str] = set()
+        self.shared: dict[str, Session] = {}
         self._sessions: dict[str, Session] = {}
         self._ended: dict[str, str] = {}  # the sessions of sealed keys, oldest first
         self._stuck: dict[str, Callable[[], str]] = {}
         self._opening = threading.Lock()
         self._door: HttpDoor | None = None
+        self._socket_door: HttpDoor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         with contextlib.suppress(RuntimeError):
             self._loop = asyncio.get_running_loop()
@@ -291,13 +296,27 @@ class Gateway:
                 self._door = HttpDoor(self, self.home(), self._where)
             return self._door
 
+    @property
+    def socket_url(self) -> str:
+        """Where other processes of this machine find this gateway, as `SharedSession` has it; the
+        first use opens a Unix socket."""
+        if self._socket_door is None:
+            from tuner.gateway.http import HttpDoor, Opening
+
+            session_api.raise_file_limit()
+            # Functions may record results of any size.
+            opening = Opening(unix=True, max_body_bytes=sys.maxsize)
+            self._socket_door = HttpDoor(self, self.home(), opening)
+        return self._socket_door.base_url
+
     async def aclose(self) -> None:
-        """Seal every session and stop the HTTP server."""
+        """Seal every session and stop the HTTP servers."""
         for session in list(self._sessions.values()):
             session.seal()
-        if self._door is not None:
-            door, self._door = self._door, None
-            await door.aclose()
+        doors, self._door, self._socket_door = (self._door, self._socket_door), None, None
+        for door in doors:
+            if door is not None:
+                await door.aclose()
 
     async def handle(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes
@@ -361,6 +380,8 @@ class Gateway:
     ) -> Reply | StreamReply:
         session: Session | None = None
         path = served_path(path)
+        if method == "POST" and path.startswith(session_api.PATH):
+            return await session_api.answer(self.shared.get(presented_key(headers)[0]), path, body)
         kind = _dialect(path, headers)
         try:
             session, role = await self._session(headers)

@@ -6,8 +6,11 @@ import asyncio
 import contextlib
 import os
 import re
+import shutil
 import socket
+import tempfile
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +48,7 @@ class Opening:
         max_body_bytes: Larger bodies are rejected; None is `MAX_BODY_BYTES`.
         beside: An application for every path that does not begin with "/v1/", or None.
         patience: Seconds that requests in flight get to finish when it closes.
+        unix: Whether to listen at a Unix socket in a temporary folder instead of host and port.
     """
 
     host: str = "127.0.0.1"
@@ -53,6 +57,7 @@ class Opening:
     max_body_bytes: int | None = None
     beside: ASGIApp | None = None
     patience: int = 1
+    unix: bool = False
 
 
 class HttpDoor:
@@ -69,22 +74,25 @@ class HttpDoor:
         self, gateway: Answers, loop: asyncio.AbstractEventLoop, opening: Opening | None = None
     ) -> None:
         opening = opening or Opening()
-        family, *_, address = socket.getaddrinfo(
-            opening.host, opening.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        # asyncio turns Nagle's algorithm off only for sockets that say they are TCP; with it on,
-        # answers wait 40 ms for the client's delayed acknowledgement.
-        self._socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        # A restarted server finds connections of the previous one, which end slowly.
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(opening.port != 0))
-        try:
-            self._socket.bind(address)
-            self._socket.listen(2048)
-        except OSError:
-            self._socket.close()
-            raise
-        host, self.port = self._socket.getsockname()[:2]
-        self.base_url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/v1"
+        if opening.unix:
+            # A socket's path has 108 characters at most, and TMPDIR may be long.
+            short = tempfile.gettempdir() if len(tempfile.gettempdir()) < 60 else "/tmp"
+            folder = tempfile.mkdtemp(prefix="tuner-", dir=short)
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            self._listen(socket.socket(socket.AF_UNIX), path := os.path.join(folder, "door"))
+            self.port, self.base_url = 0, f"unix:{path}"
+        else:
+            family, *_, address = socket.getaddrinfo(
+                opening.host, opening.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            # asyncio turns Nagle's algorithm off only for sockets that say they are TCP; with it
+            # on, answers wait 40 ms for the client's delayed acknowledgement.
+            made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+            # A restarted server finds connections of the previous one, which end slowly.
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(opening.port != 0))
+            self._listen(made, address)
+            host, self.port = made.getsockname()[:2]
+            self.base_url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/v1"
         config = uvicorn.Config(
             _Endpoint(gateway, opening),
             http=_Connection,
@@ -101,6 +109,15 @@ class HttpDoor:
         self._server, self._gateway = _Server(config), gateway
         self._task: asyncio.Task[None] | None = None
         loop.call_soon_threadsafe(self._start)
+
+    def _listen(self, made: socket.socket, address: Any) -> None:
+        self._socket = made
+        try:
+            made.bind(address)
+            made.listen(2048)
+        except OSError:
+            made.close()
+            raise
 
     def _start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._server.serve([self._socket]))

@@ -143,9 +143,14 @@ class Host(Answers, Door, Protocol):
 
     Attributes:
         warned: Settings of the user's agents that were warned of.
+        shared: Sessions that other processes use, by their owner's key (`session_api`).
     """
 
     warned: set[str]
+    shared: dict[str, Any]
+
+    @property
+    def socket_url(self) -> str: ...
 
     @property
     def base_url(self) -> str: ...

@@ -67,8 +67,12 @@ class Credits:
         self._by_call: dict[str, Credit] = {}
 
     def of(self, call_id: str) -> Credit:
-        """What was said about a call; can be said more."""
-        return self._by_call.setdefault(call_id, Credit())
+        """What was said about a call."""
+        return self._by_call.get(call_id, Credit())
+
+    def say(self, call_id: str, what: str, value: Any) -> None:
+        """Set a field of a call's credit."""
+        setattr(self._by_call.setdefault(call_id, Credit()), what, value)
 
     def given_to(self, call: Call) -> Call:
         """The call with what was said about it."""
@@ -117,7 +121,7 @@ class RecordedCall:
 
     @reward.setter
     def reward(self, value: float | None) -> None:
-        self._credit.reward = self._checked("reward", value)
+        self._credits.say(self.id, "reward", self._checked("reward", value))
 
     @property
     def gained(self) -> float | None:
@@ -130,7 +134,7 @@ class RecordedCall:
 
     @gained.setter
     def gained(self, value: float | None) -> None:
-        self._credit.gained = self._checked("gain", value)
+        self._credits.say(self.id, "gained", self._checked("gain", value))
 
     def exclude(self) -> None:
         """Keep the call in the trace, but do not train it.
@@ -139,7 +143,7 @@ class RecordedCall:
             TunerError: The rollout has ended.
         """
         self._open()
-        self._credit.excluded = True
+        self._credits.say(self.id, "excluded", True)
 
     def mask(self, start: int, stop: int) -> None:
         """Keep the completion's tokens [start, stop) in the trace, but do not train them.
@@ -162,7 +166,7 @@ class RecordedCall:
                 "leaves all of them out"
             )
         self._open()
-        self._credit.masked = (*masked, (start, stop))
+        self._credits.say(self.id, "masked", (*masked, (start, stop)))
 
     @property
     def _credit(self) -> Credit:
@@ -686,7 +690,7 @@ class Recording:
     def credit(self, call_id: str, what: str, value: Any) -> None:
         """Take note of what a workflow in another process said about a call."""
         if not self._credits.sealed:
-            setattr(self._credits.of(call_id), what, value)
+            self._credits.say(call_id, what, value)
 
     def add(self, calls: list[Call], request: str | None = None) -> None:
         """Keep calls, all or none, of a request that may have an idempotency key."""

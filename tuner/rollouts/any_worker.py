@@ -1,15 +1,16 @@
-"""A worker as its run has it: what is asked of it, and what it asks of the gateway."""
+"""A worker as its run has it, and what both tell each other."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import itertools
 import logging
 import os
+import pickle
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -18,41 +19,201 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
-from tuner.errors import TunerError
+from tuner.config import RemoteModel
+from tuner.errors import FunctionError, TunerError
 from tuner.gateway import Session
-from tuner.gateway.service import Door, Events, StreamReply
+from tuner.gateway.session_api import SharedSession
+from tuner.rollouts.chat_models import ChatModelKind
 from tuner.rollouts.limits import GRACE
 from tuner.rollouts.runner import Elsewhere
-from tuner.rollouts.worker_session import (
-    ASKED,
-    Abandon,
-    Answered,
-    Ask,
-    Cancel,
-    Close,
-    Done,
-    Event,
-    Failed,
-    Forget,
-    Frames,
-    Given,
-    Log,
-    Next,
-    Ready,
-    Refused,
-    Request,
-    Returned,
-    Run,
-    Setup,
-    Stop,
-    framed,
-    portable,
-)
 from tuner.tasks.functions import JudgeOutput, WorkflowOutput
 from tuner.tasks.loading import worker_path
 from tuner.traces import Outcome
+
+# What a run and its workers tell each other, over one private pair of sockets for each worker.
+#
+#     the run                                   a worker
+#     Setup, once          ------------------>  loads the functions
+#                          <------------------  ReadyNotice, or LoadFailure
+#     AttemptStart         ------------------>  the sessions of an attempt
+#     FunctionRun          ------------------>  calls a function, which asks the gateway by HTTP
+#                          <------------------  RunResult, or RunFailure
+#     AttemptEnd           ------------------>  the attempt has ended
+#
+# Each is a pickle behind its length. Both ends are processes of one user and one version of this
+# package, and nobody else has the sockets.
+
+
+_LENGTH = struct.Struct(">Q")
+
+
+class Setup(NamedTuple):
+    """What a worker is for.
+
+    Attributes:
+        workflow, judge: As `ship_together` names them.
+        path: `sys.path` of the run; None on another machine, which has its own.
+        levels: Of its loggers, by name.
+        timeout: Seconds that code may keep the event loop.
+    """
+
+    workflow: str
+    judge: str | None
+    kind: ChatModelKind
+    path: list[str] | None
+    levels: dict[str, int]
+    timeout: float
+
+
+class ReadyNotice(NamedTuple):
+    """The functions are loaded."""
+
+
+class LoadFailure(NamedTuple):
+    """The functions cannot be loaded."""
+
+    why: str
+
+
+class RemoteAuxiliary(NamedTuple):
+    """An auxiliary model behind a URL."""
+
+    model: RemoteModel
+    key: str
+    max_concurrent: int | None
+
+
+class AttemptStart(NamedTuple):
+    """An attempt at a rollout, or a group that is judged.
+
+    Attributes:
+        auxiliary: Its auxiliary models by name.
+        seed: For the global random states, or None.
+    """
+
+    attempt: int
+    session: SharedSession
+    auxiliary: dict[str, SharedSession | RemoteAuxiliary]
+    seed: int | None
+
+
+class AttemptEnd(NamedTuple):
+    attempt: int
+
+
+class FunctionRun(NamedTuple):
+    """Call a function.
+
+    Attributes:
+        role: "workflow", "judge" or "group_judge".
+        feedback: For the workflow.
+        responses: Numbers of the responses that are judged; None is a response that is None.
+    """
+
+    call: int
+    attempt: int
+    role: str
+    task: dict[str, Any]
+    feedback: str | None = None
+    responses: tuple[int | None, ...] = ()
+
+
+class RunCancellation(NamedTuple):
+    call: int
+
+
+class ResponseRelease(NamedTuple):
+    """Nobody asks for this response any more."""
+
+    response: int
+
+
+class StopOrder(NamedTuple):
+    """End."""
+
+
+class WorkflowReturn(NamedTuple):
+    """What a workflow returned; its response stays in the worker, under a number."""
+
+    reward: float | None
+    metrics: dict[str, float] | None
+    response: int | None
+    text: str
+
+
+class RunResult(NamedTuple):
+    """A function returned: `WorkflowReturn`, or what `JudgeOutput`s are made of.
+
+    Attributes:
+        cpu: Seconds of CPU that the worker and its children have used since it was ready.
+    """
+
+    call: int
+    value: Any
+    cpu: float
+
+
+class RunFailure(NamedTuple):
+    """A function did not return.
+
+    Attributes:
+        mistake: Why the function is wrong, which ends the run; else None.
+        cancelled: Whether it was cancelled, or cancelled itself.
+        outcome, described, place: As `Elsewhere` has them.
+    """
+
+    call: int
+    cpu: float
+    mistake: str | None = None
+    cancelled: bool = False
+    outcome: Outcome = Outcome.WORKFLOW_ERROR
+    described: str = ""
+    place: str | None = None
+
+    def error(self) -> BaseException:
+        """What the call raises in the run's process."""
+        if self.cancelled:
+            return asyncio.CancelledError()
+        if self.mistake is not None:
+            return FunctionError(self.mistake)
+        return Elsewhere(self.outcome, self.described, self.place)
+
+
+class WorkerLog(NamedTuple):
+    """A record of the worker's log."""
+
+    fields: dict[str, Any]
+
+
+def framed(message: Any) -> bytes:
+    """A message as it is sent."""
+    data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return _LENGTH.pack(len(data)) + data
+
+
+class Frames:
+    """What has arrived, as messages."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def added(self, data: bytes) -> list[Any]:
+        """The messages that are complete with this."""
+        self._data += data
+        found = []
+        while len(self._data) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._data)[0]
+            if end > len(self._data):
+                break
+            found.append(pickle.loads(self._data[_LENGTH.size : end]))
+            del self._data[:end]
+        return found
+
+
+# A worker as its run has it.
+
 
 PATIENCE = 2 * GRACE
 """Seconds after which a worker that does not end what it is told to is ended itself."""
@@ -62,11 +223,9 @@ class Worker(ABC):
     """Something that calls the user's functions. To be made where an event loop runs.
 
     Args:
-        doors: The gateways, by number.
         on_end: Is told, once, that it has ended.
 
     Attributes:
-        sessions: Of its attempts, by number.
         attempts: Those it has.
         ready: Done once its functions are loaded; raises TunerError where they cannot be, and
             `Elsewhere` where it died before.
@@ -77,20 +236,16 @@ class Worker(ABC):
 
     lost = False
 
-    def __init__(self, doors: list[Door], on_end: Callable[[Any], None]) -> None:
-        self._doors = doors
+    def __init__(self, on_end: Callable[[Any], None]) -> None:
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
-        self.sessions: dict[int, Session] = {}
         self.attempts: set[int] = set()
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.ready.add_done_callback(lambda done: done.cancelled() or done.exception())
         self.cpu = 0.0
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._frames = Frames()
-        self._calls: dict[int, asyncio.Future[Done | Failed]] = {}
-        self._answers: dict[int, asyncio.Task[None]] = {}
-        self._streams: dict[int, Events] = {}
+        self._calls: dict[int, asyncio.Future[RunResult | RunFailure]] = {}
         self._killed_for: str | None = None
 
     @property
@@ -127,9 +282,9 @@ class Worker(ABC):
     def forget(self, response: int) -> None:
         """Nobody asks for a response any more; in any thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self.send, Forget(response))
+            self._loop.call_soon_threadsafe(self.send, ResponseRelease(response))
 
-    async def call(self, run: Run, session: Session) -> Any:
+    async def call(self, run: FunctionRun, session: Session) -> Any:
         """What a function returned.
 
         Cancelled, it seals the session, has the function cancelled, and waits until it has ended;
@@ -141,14 +296,14 @@ class Worker(ABC):
         """
         if not self.alive:
             raise self._death()
-        future: asyncio.Future[Done | Failed] = self._loop.create_future()
+        future: asyncio.Future[RunResult | RunFailure] = self._loop.create_future()
         self._calls[run.call] = future
         self.send(run)
         try:
             await asyncio.wait([future])
         except asyncio.CancelledError:
             session.seal()
-            self.send(Cancel(run.call))
+            self.send(RunCancellation(run.call))
             ended, _ = await asyncio.wait([future], timeout=PATIENCE)
             if ended:
                 future.exception()  # nobody asks any more
@@ -160,16 +315,14 @@ class Worker(ABC):
         finally:
             self._calls.pop(run.call, None)
         how = future.result()
-        if isinstance(how, Failed):
-            raise _raised(how)
+        if isinstance(how, RunFailure):
+            raise how.error()
         return how.value
 
-    def close(self, attempt: int, sessions: list[int]) -> None:
+    def close(self, attempt: int) -> None:
         """An attempt has ended."""
         self.attempts.discard(attempt)
-        for number in sessions:
-            self.sessions.pop(number, None)
-        self.send(Close(attempt))
+        self.send(AttemptEnd(attempt))
 
     def _arrived(self, data: bytes) -> None:
         for message in self._frames.added(data):
@@ -177,111 +330,25 @@ class Worker(ABC):
 
     def _hear(self, message: Any) -> None:
         match message:
-            case Request():
-                self._answer(message.request, self._handle(message))
-            case Next(request):
-                self._answer(request, self._next_event(request))
-            case Abandon(request):
-                self._abandon(request)
-            case Ask():
-                self._asked(message)
-            case Done(call, _, cpu):
+            case RunResult(call, _, cpu) | RunFailure(call, cpu):
                 self.cpu = cpu
-                self._settle(call, message)
-            case Failed(call, cpu):
-                self.cpu = cpu
-                self._settle(call, message)
-            case Log(fields):
+                future = self._calls.get(call)
+                if future is not None and not future.done():
+                    future.set_result(message)
+            case WorkerLog(fields):
                 record = logging.makeLogRecord(fields)
                 found = logging.getLogger(record.name)
                 if found.isEnabledFor(record.levelno):
                     found.handle(record)
-            case Ready():
+            case ReadyNotice():
                 self.ready.set_result(None)
-            case Refused(why):
+            case LoadFailure(why):
                 self.ready.set_exception(TunerError(why))
-
-    def _settle(self, call: int, how: Done | Failed) -> None:
-        future = self._calls.get(call)
-        if future is not None and not future.done():
-            future.set_result(how)
-
-    def _answer(self, request: int, work: Any) -> None:
-        task = self._answers[request] = self._loop.create_task(work)
-
-        def ended(done: asyncio.Task[None]) -> None:
-            if self._answers.get(request) is done:
-                del self._answers[request]
-
-        task.add_done_callback(ended)
-
-    async def _handle(self, asked: Request) -> None:
-        door = self._doors[asked.door]
-        reply = await door.handle(asked.method, asked.path, asked.headers, asked.body)
-        if isinstance(reply, StreamReply):
-            self._streams[asked.request] = reply.events
-            self.send(Answered(asked.request, 200, b"", "", reply.headers, streams=True))
-            return
-        self.send(
-            Answered(asked.request, reply.status, reply.body, reply.content_type, reply.headers)
-        )
-
-    async def _next_event(self, request: int) -> None:
-        events = self._streams[request]
-        data = await anext(events, None)
-        if data is None:
-            del self._streams[request]
-            await events.aclose()
-        self.send(Event(request, data))
-
-    def _abandon(self, request: int) -> None:
-        task, events = self._answers.pop(request, None), self._streams.pop(request, None)
-        if task is not None:
-            task.cancel()
-
-        async def close() -> None:
-            if task is not None:
-                await asyncio.wait([task])
-            late = events or self._streams.pop(request, None)
-            if late is not None:
-                await late.aclose()
-
-        self._answer(request, close())
-
-    def _asked(self, message: Ask) -> None:
-        value: Any = None
-        error: Exception | None = None
-        try:
-            session = self.sessions.get(message.session)
-            if session is not None:
-                asked = ASKED[message.what]
-                if message.ask is not None and inspect.iscoroutinefunction(asked):
-                    self._answer(message.ask, self._give(message, asked, session))
-                    return
-                value = asked(session, *message.arguments)
-            elif message.ask is not None:
-                error = TunerError("it was asked of a rollout that has ended")
-        except Exception as raised:
-            error = portable(raised)
-        if message.ask is not None:
-            self.send(Given(message.ask, value, error))
-
-    async def _give(self, ask: Ask, asked: Callable[..., Any], session: Session) -> None:
-        assert ask.ask is not None
-        try:
-            given = Given(ask.ask, await asked(session, *ask.arguments))
-        except Exception as raised:
-            given = Given(ask.ask, None, portable(raised))
-        self.send(given)
 
     def _end(self) -> None:
         if self.ended.done():
             return
         self.ended.set_result(None)
-        for task in self._answers.values():
-            task.cancel()
-        for events in self._streams.values():
-            self._loop.create_task(events.aclose())
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(self._death())
@@ -309,14 +376,14 @@ class Worker(ABC):
     async def aclose(self) -> None:
         """End it, and wait for that."""
         if not self.ended.done():
-            self.send(Stop())
+            self.send(StopOrder())
             await asyncio.wait([self.ended], timeout=GRACE)
         if not self.ended.done():
             self.kill("it did not end when it was told to")
             await asyncio.wait([self.ended], timeout=GRACE)
 
 
-class Held:
+class HeldResponse:
     """A response that is where the workflow returned it.
 
     Args:
@@ -337,7 +404,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class There:
+class WorkerCaller:
     """Calls the functions in a worker.
 
     Args:
@@ -355,10 +422,10 @@ class There:
     judged: Callable[[], object]
 
     async def workflow(self, task: Mapping[str, Any], feedback: str | None) -> WorkflowOutput:
-        found: Returned = await self._call("workflow", task, feedback)
+        found: WorkflowReturn = await self._call("workflow", task, feedback)
         held = None
         if found.response is not None:
-            held = Held(self.worker, found.response, found.text)
+            held = HeldResponse(self.worker, found.response, found.text)
         return WorkflowOutput(reward=found.reward, metrics=found.metrics, response=held)
 
     async def judge(self, task: Mapping[str, Any], response: Any) -> JudgeOutput:
@@ -382,17 +449,8 @@ class There:
             if held is not None and held.worker is not self.worker:
                 raise Elsewhere(Outcome.WORKER_DIED, f"its {held.worker.how_it_ended}")
         numbers = tuple(None if held is None else held.number for held in responses)
-        run = Run(next(self.numbers), self.attempt, role, dict(task), feedback, numbers)
+        run = FunctionRun(next(self.numbers), self.attempt, role, dict(task), feedback, numbers)
         return await self.worker.call(run, self.session)
-
-
-def _raised(failed: Failed) -> BaseException:
-    """What a call raises here."""
-    if failed.cancelled:
-        return asyncio.CancelledError()
-    if failed.mistake is not None:
-        return failed.mistake
-    return Elsewhere(failed.outcome, failed.described, failed.place)
 
 
 # A worker in another process of this machine.
@@ -481,14 +539,11 @@ class WorkerProcess(asyncio.Protocol, Worker):
 
     Args:
         setup: What it is for.
-        doors: The gateways, by number.
         on_end: Is told, once, that it has ended.
     """
 
-    def __init__(
-        self, setup: Setup, doors: list[Door], on_end: Callable[[WorkerProcess], None]
-    ) -> None:
-        super().__init__(doors, on_end)
+    def __init__(self, setup: Setup, on_end: Callable[[WorkerProcess], None]) -> None:
+        super().__init__(on_end)
         self._transport: asyncio.WriteTransport | None = None
         self._unsent: list[bytes] = [framed(setup)]
         self._gone = False

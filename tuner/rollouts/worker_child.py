@@ -12,44 +12,93 @@ import logging
 import logging.handlers
 import os
 import resource
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from tuner.errors import FunctionError
+from tuner.gateway.session_api import RemoteSession, SharedSession, raise_file_limit
+from tuner.rollouts.any_worker import (
+    AttemptEnd,
+    AttemptStart,
+    Frames,
+    FunctionRun,
+    LoadFailure,
+    ReadyNotice,
+    RemoteAuxiliary,
+    ResponseRelease,
+    RunCancellation,
+    RunFailure,
+    RunResult,
+    Setup,
+    StopOrder,
+    WorkerLog,
+    WorkflowReturn,
+    framed,
+)
 from tuner.rollouts.chat_models import chat_model, load_kind, remote_chat_model
 from tuner.rollouts.limits import Watchdog
 from tuner.rollouts.runner import Here, describe, of_judge, of_workflow, place_of_error
-from tuner.rollouts.worker_session import (
-    Cancel,
-    Close,
-    Done,
-    Failed,
-    Forget,
-    Line,
-    Log,
-    Open,
-    Opened,
-    Ready,
-    Refused,
-    Remote,
-    RemoteSession,
-    Returned,
-    Run,
-    Setup,
-    Stop,
-    portable,
-)
-from tuner.tasks.functions import JudgeOutput, WorkflowOutput, end_run, response_text
+from tuner.tasks.functions import WorkflowOutput, end_run, response_text
 from tuner.tasks.loading import load_together
 from tuner.tasks.selection import seed_everything
 
+_CHUNK = 1 << 18
+
+
+class Line:
+    """A worker's end of the line to its run.
+
+    Args:
+        connection: The socket.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._frames = Frames()
+        self._arrived: list[Any] = []
+        self._sending = threading.Lock()
+
+    def first(self) -> Any:
+        """Wait for the first message."""
+        while not self._arrived:
+            self._arrived = self._frames.added(self._received())
+        return self._arrived.pop(0)
+
+    def listen(self, hear: Callable[[Any], object]) -> None:
+        """From now on `hear` gets messages, in a thread: the end of the run ends code that keeps
+        the event loop, too."""
+        threading.Thread(target=self._listen, args=(hear,), name="tuner-line", daemon=True).start()
+
+    def send(self, message: Any) -> None:
+        """In any thread; it has left this process when this returns."""
+        data = framed(message)
+        with self._sending:
+            self._socket.sendall(data)
+
+    def _listen(self, hear: Callable[[Any], object]) -> None:
+        while True:
+            for message in self._arrived:
+                hear(message)
+            self._arrived = self._frames.added(self._received())
+
+    def _received(self) -> bytes:
+        try:
+            data = self._socket.recv(_CHUNK)
+        except OSError:
+            data = b""
+        if not data:  # the run is gone, whatever became of it; and so is all that was begun here
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+        return data
+
 
 @dataclass
-class _Attempt:
+class AttemptInWorker:
     """An attempt at a rollout, or a group that is judged, and who calls its functions."""
 
     session: RemoteSession
@@ -70,7 +119,7 @@ class Child:
         self._setup = setup
         self._functions = workflow, judge
         self._watchdog = Watchdog(setup.timeout)
-        self._attempts: dict[int, _Attempt] = {}
+        self._attempts: dict[int, AttemptInWorker] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._responses: dict[int, Any] = {}
         self._remotes: dict[str, Any] = {}
@@ -85,41 +134,41 @@ class Child:
             loop.call_soon_threadsafe(self._hear, message)
 
         self._line.listen(hear)
-        self._line.send(Ready())
+        self._line.send(ReadyNotice())
         await self._stopped.wait()
         await end_run(self._functions[0])
 
     def _hear(self, message: Any) -> None:
         match message:
-            case Open():
+            case AttemptStart():
                 self._open(message)
-            case Run():
+            case FunctionRun():
                 task = asyncio.get_running_loop().create_task(self._run(message))
                 self._calls[message.call] = task
                 task.add_done_callback(lambda _: self._calls.pop(message.call, None))
-            case Cancel(call):
+            case RunCancellation(call):
                 if call in self._calls:
                     self._calls[call].cancel()
-            case Close(attempt):
+            case AttemptEnd(attempt):
                 if (closed := self._attempts.pop(attempt, None)) is not None:
                     closed.session.seal()
-            case Forget(response):
+            case ResponseRelease(response):
                 self._responses.pop(response, None)
-            case Stop():
+            case StopOrder():
                 self._stopped.set()
 
-    def _open(self, message: Open) -> None:
+    def _open(self, message: AttemptStart) -> None:
         if message.seed is not None:
             seed_everything(message.seed)
-        session = RemoteSession(self._line, message.session)
+        session = RemoteSession(message.session)
         auxiliary = {name: self._auxiliary(name, one) for name, one in message.auxiliary.items()}
         make_model = partial(chat_model, kind=self._setup.kind)
         caller = Here(*self._functions, make_model, self._watchdog, session, auxiliary)
-        self._attempts[message.attempt] = _Attempt(session, caller)
+        self._attempts[message.attempt] = AttemptInWorker(session, caller)
 
-    def _auxiliary(self, name: str, opened: Opened | Remote) -> Any:
-        if isinstance(opened, Opened):
-            return chat_model(RemoteSession(self._line, opened), kind=self._setup.kind)
+    def _auxiliary(self, name: str, opened: SharedSession | RemoteAuxiliary) -> Any:
+        if isinstance(opened, SharedSession):
+            return chat_model(RemoteSession(opened), kind=self._setup.kind)
         if name not in self._remotes:  # whose client holds back for all rollouts
             model = remote_chat_model(
                 base_url=opened.model.base_url,
@@ -132,7 +181,7 @@ class Child:
             self._remotes[name] = model
         return self._remotes[name]
 
-    async def _run(self, run: Run) -> None:
+    async def _run(self, run: FunctionRun) -> None:
         attempt = self._attempts[run.attempt]
         try:
             with attempt.session.results.collecting():
@@ -140,29 +189,31 @@ class Child:
         except BaseException as error:
             self._line.send(self._failure(run, error, attempt.session))
         else:
-            self._line.send(Done(run.call, value, self._cpu()))
+            self._line.send(RunResult(run.call, value, self._cpu()))
 
-    async def _called(self, caller: Here, run: Run) -> Any:
+    async def _called(self, caller: Here, run: FunctionRun) -> Any:
         responses = [None if one is None else self._responses[one] for one in run.responses]
         if run.role == "workflow":
             return self._returned(run.call, await caller.workflow(run.task, run.feedback))
         if run.role == "judge":
-            return _verdict(await caller.judge(run.task, responses[0]))
-        return [_verdict(one) for one in await caller.group_judge(run.task, responses)]
+            return dict(await caller.judge(run.task, responses[0]))
+        return [dict(one) for one in await caller.group_judge(run.task, responses)]
 
-    def _returned(self, call: int, output: WorkflowOutput) -> Returned:
+    def _returned(self, call: int, output: WorkflowOutput) -> WorkflowReturn:
         number = None
         if output.response is not None:
             number, self._responses[call] = call, output.response
         text = response_text(output.response)
-        return Returned(output.reward, output.metrics, number, text)
+        return WorkflowReturn(output.reward, output.metrics, number, text)
 
-    def _failure(self, run: Run, error: BaseException, session: RemoteSession) -> Failed:
-        failed = Failed(run.call, self._cpu())
+    def _failure(
+        self, run: FunctionRun, error: BaseException, session: RemoteSession
+    ) -> RunFailure:
+        failed = RunFailure(run.call, self._cpu())
         if isinstance(error, asyncio.CancelledError):
             return failed._replace(cancelled=True)
         if isinstance(error, FunctionError):
-            return failed._replace(mistake=portable(error))
+            return failed._replace(mistake=str(error))
         if run.role == "workflow":
             outcome, text = of_workflow(error, session)
         else:
@@ -173,16 +224,12 @@ class Child:
         return _cpu_seconds() - self._began
 
 
-def _verdict(output: JudgeOutput) -> dict[str, Any]:
-    return dict(output)
-
-
 def _cpu_seconds() -> float:
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
-class _Sent(logging.handlers.QueueHandler):
+class RunLogHandler(logging.handlers.QueueHandler):
     """Sends records to the run, whose handlers write them."""
 
     def __init__(self, line: Line) -> None:
@@ -192,11 +239,11 @@ class _Sent(logging.handlers.QueueHandler):
     def enqueue(self, record: logging.LogRecord) -> None:
         plain = (str, int, float, bool, type(None))
         fields = {k: v for k, v in vars(record).items() if isinstance(v, plain)}
-        self._line.send(Log(fields))
+        self._line.send(WorkerLog(fields))
 
 
 def _log_to(line: Line, levels: Mapping[str, int]) -> None:
-    logging.getLogger().addHandler(_Sent(line))
+    logging.getLogger().addHandler(RunLogHandler(line))
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
 
@@ -204,6 +251,7 @@ def _log_to(line: Line, levels: Mapping[str, int]) -> None:
 def main(descriptor: int) -> None:
     """A worker's life."""
     os.set_inheritable(descriptor, False)
+    raise_file_limit()
     faulthandler.enable()  # its last words, should a library crash
     line = Line(socket.socket(fileno=descriptor))
     setup: Setup = line.first()
@@ -215,7 +263,7 @@ def main(descriptor: int) -> None:
         load_kind(setup.kind)
         importlib.import_module("tuner.gateway.clients")  # else the first call would, and its time
     except Exception as error:
-        line.send(Refused(f"{type(error).__name__}: {error}"))
+        line.send(LoadFailure(f"{type(error).__name__}: {error}"))
         return
 
     async def work() -> None:

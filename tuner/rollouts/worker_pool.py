@@ -31,11 +31,20 @@ from tuner.errors import (
 )
 from tuner.gateway import Gateway, Session
 from tuner.gateway.http import Opening
-from tuner.gateway.service import Door
-from tuner.rollouts.any_worker import ChildProcess, There, Worker, WorkerProcess, print_here
+from tuner.gateway.session_api import SharedSession, shared
+from tuner.rollouts.any_worker import (
+    AttemptStart,
+    ChildProcess,
+    RemoteAuxiliary,
+    Setup,
+    Worker,
+    WorkerCaller,
+    WorkerProcess,
+    framed,
+    print_here,
+)
 from tuner.rollouts.chat_models import ChatModelKind
 from tuner.rollouts.runner import Elsewhere
-from tuner.rollouts.worker_session import Open, Opened, Remote, Setup, framed
 from tuner.tasks.functions import judges_groups
 from tuner.tasks.loading import ship_together, worker_path
 from tuner.traces import RolloutId
@@ -43,8 +52,7 @@ from tuner.traces import RolloutId
 # Workers on the machines of a Ray cluster.
 #
 # Ray says where they run and notices when one is lost; it also carries what run and worker tell
-# each other (`messages`), token-level requests among it. What chat models and clients ask the
-# gateway goes there by HTTP, with their sessions' keys.
+# each other. What sessions are asked goes to the gateway by HTTP, as on one machine.
 
 
 logger = logging.getLogger("tuner.rollout")
@@ -53,27 +61,27 @@ _CONNECT_SECONDS = 10.0
 _WORDS = 160
 
 
-class Begun(NamedTuple):
+class ProcessStart(NamedTuple):
     """The process has begun."""
 
     address: str
     pid: int
 
 
-class Printed(NamedTuple):
+class ProcessOutput(NamedTuple):
     """It has written a line on "stdout" or "stderr"."""
 
     target: str
     text: str
 
 
-class Ended(NamedTuple):
+class ProcessEnd(NamedTuple):
     """The process has ended."""
 
     how: str
 
 
-class Relay:
+class WorkerRelay:
     """The actor beside a worker's process: hands on what the two ends of its line say.
 
     Args:
@@ -102,27 +110,28 @@ class Relay:
             self._writer.write(self._heard.pop(self._next))
             self._next += 1
 
-    async def said(self) -> AsyncIterator[Begun | bytes | Printed | Ended]:
+    async def said(self) -> AsyncIterator[ProcessStart | bytes | ProcessOutput | ProcessEnd]:
         """Run the process, and give what it says, in its order, to its end."""
         import ray
 
         loop = asyncio.get_running_loop()
-        items: asyncio.Queue[bytes | Printed | Ended] = asyncio.Queue()
+        items: asyncio.Queue[bytes | ProcessOutput | ProcessEnd] = asyncio.Queue()
 
-        def put(item: bytes | Printed | Ended) -> None:
+        def put(item: bytes | ProcessOutput | ProcessEnd) -> None:
             loop.call_soon_threadsafe(items.put_nowait, item)
 
         child = ChildProcess(
-            lambda target, text: put(Printed(target, text)), lambda: put(Ended(child.how))
+            lambda target, text: put(ProcessOutput(target, text)),
+            lambda: put(ProcessEnd(child.how)),
         )
         try:
-            yield Begun(ray.util.get_node_ip_address(), child.pid)
+            yield ProcessStart(ray.util.get_node_ip_address(), child.pid)
             reader, self._writer = await asyncio.open_unix_connection(sock=child.connection)
             self._hand_on()
             reading = loop.create_task(_read(reader, items))
             # It may have closed its line and live on.
             reading.add_done_callback(lambda _: loop.call_later(1.0, child.kill))
-            while not isinstance(item := await items.get(), Ended):
+            while not isinstance(item := await items.get(), ProcessEnd):
                 yield item
             await reading  # what it still sent
             while not items.empty():
@@ -158,19 +167,17 @@ class Placing:
     def _asks(self) -> dict[str, float]:
         return {"CPU": self.section.cpus, **self.section.resources}
 
-    def worker(
-        self, setup: Setup, doors: list[Door], on_end: Callable[[RayWorker], None]
-    ) -> RayWorker:
+    def worker(self, setup: Setup, on_end: Callable[[RayWorker], None]) -> RayWorker:
         """A worker that starts as soon as there is room for it."""
         import ray
 
-        actor = ray.remote(Relay).options(
+        actor = ray.remote(WorkerRelay).options(
             num_cpus=self.section.cpus,
             resources=self.section.resources,
             max_restarts=0,  # a worker that is lost is replaced, by another one
             max_task_retries=0,
         )
-        return RayWorker(actor.remote(metadata.version(PACKAGE)), setup, doors, on_end)
+        return RayWorker(actor.remote(metadata.version(PACKAGE)), setup, on_end)
 
     @contextmanager
     def joined(self) -> Iterator[None]:
@@ -273,19 +280,16 @@ class RayWorker(Worker):
     """A worker on some machine of the cluster.
 
     Args:
-        actor: Its `Relay`.
+        actor: Its `WorkerRelay`.
         setup: What it is for.
-        doors: The gateways, by number.
         on_end: Is told, once, that it has ended.
     """
 
-    def __init__(
-        self, actor: Any, setup: Setup, doors: list[Door], on_end: Callable[[RayWorker], None]
-    ) -> None:
-        super().__init__(doors, on_end)
+    def __init__(self, actor: Any, setup: Setup, on_end: Callable[[RayWorker], None]) -> None:
+        super().__init__(on_end)
         self._actor = actor
         self._numbers = itertools.count()
-        self._begun: Begun | None = None
+        self._begun: ProcessStart | None = None
         self._last = "has ended"
         self._sending: set[asyncio.Task[None]] = set()
         self._listening = self._loop.create_task(self._listen())
@@ -326,11 +330,11 @@ class RayWorker(Worker):
         try:
             async for answer in self._actor.said.options(num_returns="streaming").remote():
                 match await answer:
-                    case Begun() as begun:
+                    case ProcessStart() as begun:
                         self._begun = begun
-                    case Printed(target, text):
+                    case ProcessOutput(target, text):
                         print_here(target, text)
-                    case Ended(how):
+                    case ProcessEnd(how):
                         self._last = how
                     case data:
                         self._arrived(data)
@@ -425,7 +429,6 @@ class Pool:
     open_choice: bool = False
     may_stop: bool = True
     placing: Placing | None = None
-    _doors: list[Door] = field(default_factory=list, init=False)
     _workers: list[Worker] = field(default_factory=list, init=False)
     _of_group: dict[tuple[str, int, int], Worker] = field(default_factory=dict, init=False)
     _failure: TunerError | None = field(default=None, init=False)
@@ -542,8 +545,8 @@ class Pool:
         path = [*sys.path] if self.placing is None else None
         sent = Setup(*self._sent, self.kind, path, levels, timeout=self.timeout)
         if self.placing is not None:
-            return self.placing.worker(sent, self._doors, self._replace)
-        return WorkerProcess(sent, self._doors, self._replace)
+            return self.placing.worker(sent, self._replace)
+        return WorkerProcess(sent, self._replace)
 
     def _replace(self, worker: Worker) -> None:
         """One has ended; another one begins, if that is of use."""
@@ -573,7 +576,7 @@ class Pool:
     @asynccontextmanager
     async def calling(
         self, session: Session, auxiliary: Mapping[str, Any], id: RolloutId, *, seed: int | None
-    ) -> AsyncIterator[There]:
+    ) -> AsyncIterator[WorkerCaller]:
         """A caller for the time of the block.
 
         Raises:
@@ -582,47 +585,34 @@ class Pool:
         """
         group = id.split, id.step, id.task
         worker = await self._place(group)
-        sessions: list[int] = []
-
-        def opened(one: Session) -> Opened:
-            number = next(self._numbers)
-            worker.sessions[number] = one
-            sessions.append(number)
-            if one.host not in self._doors:
-                self._doors.append(one.host)
-            return Opened(
-                number,
-                self._doors.index(one.host),
-                one.id,
-                one.key,
-                one.model_name,
-                one.max_model_len,
-                keeps_calls=one.keeps_calls,
-                scripted=one.script is not None,
-                base_url=None if self.placing is None else self.placing.reached(one.base_url),
-            )
-
         attempt = next(self._numbers)
         worker.attempts.add(attempt)
         judged = partial(self._of_group.pop, group, None)
-        try:
+        with ExitStack() as ending:
+            ending.callback(self._close, worker, attempt)
+
+            def opened(one: Session) -> SharedSession:
+                url = None if self.placing is None else self.placing.reached(one.base_url)
+                return ending.enter_context(shared(one, url))
+
             models = {
                 name: opened(model.session)
                 if isinstance(getattr(model, "session", None), Session)
                 else self._remote(name, model)
                 for name, model in auxiliary.items()
             }
-            worker.send(Open(attempt, opened(session), models, seed))
-            yield There(worker, attempt, session, self._numbers, judged)
-        finally:
-            worker.close(attempt, sessions)
-            if worker in self._retired:
-                self._retire(worker)
+            worker.send(AttemptStart(attempt, opened(session), models, seed))
+            yield WorkerCaller(worker, attempt, session, self._numbers, judged)
 
-    def _remote(self, name: str, model: Any) -> Remote:
+    def _close(self, worker: Worker, attempt: int) -> None:
+        worker.close(attempt)
+        if worker in self._retired:
+            self._retire(worker)
+
+    def _remote(self, name: str, model: Any) -> RemoteAuxiliary:
         remote: RemoteModel = model.remote
         most = remote.max_concurrent
-        return Remote(
+        return RemoteAuxiliary(
             remote,
             remote.api_key(f"tuner.auxiliary_models.{name}"),
             None if most is None else max(1, most // self.count),

@@ -15,8 +15,8 @@ from tuner.tasks.selection import derive_seed
 class AuxiliaryModels:
     """Gives each rollout its own handle on every auxiliary model.
 
-    A handle of its own, so that what an auxiliary model samples for one rollout does not depend
-    on what the others asked it.
+    With separate handles, an auxiliary model's samples for one rollout do not depend on the
+    requests of other rollouts.
     """
 
     def __init__(self, kind: ChatModelKind) -> None:
@@ -26,19 +26,15 @@ class AuxiliaryModels:
 
     @property
     def gateways(self) -> list[Gateway]:
-        """Those of the models that are served here."""
+        """Gateways of the models that this process serves."""
         return [gateway for gateway, _ in self._local.values()]
 
     def add_local(self, name: str, gateway: Gateway, defaults: SamplingDefaults) -> None:
-        """A model that an engine of ours serves."""
+        """Add a model served by an engine of this process."""
         self._local[name] = (gateway, defaults)
 
     def add_remote(self, name: str, remote: RemoteModel) -> None:
-        """A model behind any OpenAI-compatible URL.
-
-        Raises:
-            ConfigError: The environment variable that should hold the key is not set.
-        """
+        """Add a model behind any OpenAI-compatible URL."""
         self._remote[name] = remote_chat_model(
             base_url=remote.base_url,
             api_key=remote.api_key(f"tuner.auxiliary_models.{name}"),
@@ -50,7 +46,7 @@ class AuxiliaryModels:
 
     @contextmanager
     def opened(self, rollout: str, seed: int) -> Iterator[dict[str, Any]]:
-        """The models by name, for one attempt at one rollout."""
+        """The models by name, for one attempt at a rollout."""
         sessions = {
             name: gateway.open_session(
                 f"{rollout}-{name}", seed=derive_seed(seed, name), recorded=False, defaults=defaults

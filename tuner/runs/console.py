@@ -1,4 +1,4 @@
-"""What people see: progress with time left while it runs."""
+"""Output for people: progress, and the remaining time."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tuner.traces import Call, Outcome, Trace
 
 
 LINES = 200
-"""Latest lines that are shown."""
+"""Number of latest lines that are shown."""
 SECONDS = 0.2
-"""Between two updates for a rollout that ended."""
+"""Minimum seconds between two updates for a finished rollout."""
 
 
 class CellOutput:
@@ -53,7 +53,7 @@ class CellOutput:
         self._update()
 
     def begin(self, what: str, count: int, *, done: int, note: str, of: str) -> None:
-        """Rollouts start; `done` steps are behind us."""
+        """Rollouts start; `done` steps are complete."""
         self._step, self._note = done, note
         self._what, self._done, self._count, self._of = what, 0, count, of
         self._update()
@@ -84,7 +84,7 @@ def _bar(done: int, total: int) -> str:
 
 
 _PARTS = ("generation", "agent", "judge", "training", "sync")
-# What some algorithms have in place of a reward, or beside it.
+# Metrics that some algorithms have in place of a reward, or in addition.
 _SHOWN = {
     "train/kl_teacher": "KL to teacher",
     "train/accuracy": "accuracy",
@@ -99,12 +99,12 @@ _SHOWN = {
 
 
 class ConsoleMonitor:
-    """A line per step; on a terminal also a bar for the run and one for the step's rollouts, and in
-    a notebook all of it as one output.
+    """A line per step. A terminal also shows a bar for the run and one for the step's rollouts,
+    and a notebook shows everything as one output.
 
     Args:
         total_steps: Length of the run.
-        console: Where to write; the process's standard output by default.
+        console: The output; the process's standard output by default.
     """
 
     def __init__(self, total_steps: int, console: Console | None = None) -> None:
@@ -139,7 +139,7 @@ class ConsoleMonitor:
             self._cell.say(text)
 
     def begin(self, what: str, count: int, *, step: int, of: str = "rollouts") -> None:
-        """Rollouts start, of a training step or of an evaluation, or a step on recorded rows."""
+        """Rollouts start, of a training step or an evaluation; or a step on recorded rows."""
         if self._run is None:
             self._run = self._progress.add_task("run", total=self._total, note="")
             self._rollouts = self._progress.add_task(what, total=count, note=of)
@@ -151,10 +151,11 @@ class ConsoleMonitor:
             self._cell.begin(what, count, done=max(0, step - 1), note=note, of=of)
 
     def rollout_done(self, trace: Trace | None = None) -> None:
-        """A rollout has ended; the first that came to no reward in some way is said.
+        """A rollout has ended. For each way of failing, the first rollout without a reward is
+        reported.
 
         Args:
-            trace: What it left, where that is here.
+            trace: Its trace, if available.
         """
         if self._rollouts is not None:
             self._progress.advance(self._rollouts)
@@ -169,8 +170,7 @@ class ConsoleMonitor:
         )
 
     def samples(self, traces: Sequence[Trace]) -> None:
-        """Show of a step's rollouts the best, the worst and one between, shortened: what the agent
-        really says."""
+        """Show the best, the worst and a middle rollout of a step, shortened."""
         rewarded = [t for t in traces if t.final and t.reward is not None and t.calls]
         rewarded.sort(key=lambda trace: trace.reward or 0.0, reverse=True)
         shown = dict.fromkeys((0, len(rewarded) // 2, len(rewarded) - 1)) if rewarded else {}
@@ -179,7 +179,7 @@ class ConsoleMonitor:
             self._rollout(f"reward {trace.reward:.3g}  {_task(trace)}", trace)
 
     def before_and_after(self, before: Sequence[Trace], after: Sequence[Trace]) -> None:
-        """Show the task of an evaluation set whose reward rose most, as it went first and last.
+        """Show the task of an evaluation set whose reward rose most, in its first and last rollout.
 
         Args:
             before, after: Rollouts of the first and the last evaluation of the set.
@@ -199,7 +199,7 @@ class ConsoleMonitor:
             self._rollout(f"  {when}: reward {trace.reward:.3g}", trace)
 
     def _rollout(self, title: str, trace: Trace) -> None:
-        """The calls of a rollout, and what tools answered to them."""
+        """The calls of a rollout, and the tools' results."""
         self.say(title)
         for call, following in zip_longest(trace.calls[:CALLS], trace.calls[1:CALLS]):
             self.say(f"    {_short(said(call))}")
@@ -235,13 +235,13 @@ class ConsoleMonitor:
     def _left(self, done: int) -> str:
         if not self._seconds or done >= self._total:
             return ""
-        # The mean of recent steps: evaluations come with some steps only and count too.
+        # The mean of recent steps: evaluations count too, and occur only in some steps.
         seconds = statistics.fmean(self._seconds[-20:]) * (self._total - done)
         return f"{duration(seconds)} left"
 
 
 CALLS, CHARACTERS = 4, 110
-"""What is shown of a rollout, and of a text."""
+"""Maximum number of calls of a rollout, and of characters of a text."""
 
 
 def _short(text: str) -> str:
@@ -260,13 +260,13 @@ def _rise(before: Trace, after: Trace) -> float:
 
 
 def _results(call: Call, following: Call | None) -> list[str]:
-    """What tools answered between a call and the following one, in chat completions."""
+    """Tool results between a call and the following one, in chat completions."""
     added = [] if following is None else following.messages[len(call.messages) :]
     return [str(message.get("content")) for message in added if message.get("role") == "tool"]
 
 
 def said(call: Call) -> str:
-    """An answer as text: its words, then its tool calls."""
+    """An answer as text, followed by its tool calls."""
     content = call.response.get("content") or ""
     parts = [content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)]
     for tool in call.response.get("tool_calls") or ():
@@ -289,7 +289,7 @@ def _evaluations(metrics: Mapping[str, float]) -> list[str]:
 
 
 def _failures(metrics: Mapping[str, float]) -> list[str]:
-    """Rollouts that gave no reward, by how they ended."""
+    """Rollouts without a reward, by outcome."""
     outcomes = sorted(outcome for outcome in Outcome if outcome is not Outcome.COMPLETED)
     counts = {name: metrics.get(f"rollouts/{name}", 0) for name in outcomes}
     return [f"{count:.0f} {name}" for name, count in counts.items() if count]
@@ -301,15 +301,15 @@ def _split(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{part} {spent / total:.0%}" for part, spent in seconds.items())
 
 
-# The file of metrics, which a run goes on from.
+# The metrics file, from which a run resumes.
 
 
 class JsonlMonitor:
-    """One line per step in `metrics.jsonl`: the record that a run resumes and reports from.
+    """One line per step in `metrics.jsonl`, the record for resuming and reports.
 
     Args:
-        path: The file; rewritten to hold `rows` only.
-        rows: What an interrupted run had logged up to the step it goes on from.
+        path: The file; rewritten to hold only `rows`.
+        rows: Lines of an interrupted run up to the step it resumes from.
     """
 
     def __init__(self, path: Path, rows: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""What a few rollouts say of a model: means with intervals, and how often k tries solve a task."""
+"""Estimates from a few rollouts: means with intervals, and how often k tries solve a task."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ CONFIDENCE = 0.95
 RESAMPLES = 10_000
 _SEED = 0
 _AT_ONCE = 1 << 22
-"""Draws of the bootstrap that are in memory together."""
+"""Number of bootstrap draws that are in memory together."""
 
 
 class Estimate(BaseModel):
-    """A mean over tasks, and the interval that holds the true one in 95 of 100 evaluations.
+    """A mean over tasks, with an interval that contains the true one in 95 of 100 evaluations.
 
     Attributes:
         mean: Over the tasks.
-        low, high: Ends of the interval; None for a single task, which says nothing of others.
-        tasks: How many it is over.
+        low, high: Ends of the interval; None for a single task, which says nothing about others.
+        tasks: Number of tasks.
     """
 
     mean: float
@@ -48,13 +48,13 @@ class Estimate(BaseModel):
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
-    """The mean of one value per task with its bootstrap interval; None of no values.
+    """Mean of one value per task with its bootstrap interval; None if there are no values.
 
-    Tasks are drawn again, with replacement, and not rollouts: those of one task resemble each
-    other, and other tasks are what the mean is asked of. The interval is the percentile bootstrap's
-    (Efron 1979), with a fixed seed: it needs no shape of the rewards and never leaves their range.
-    It is too narrow by about sqrt((n - 1) / n) for n tasks, so below 20 tasks take it for a hint;
-    where all values agree it has no width, whatever is true elsewhere.
+    Tasks are drawn again, with replacement, and not rollouts: rollouts of one task resemble each
+    other, and the mean is meant for other tasks. The interval is that of the percentile bootstrap
+    (Efron 1979), with a fixed seed: it assumes no shape of the rewards and never leaves their
+    range. It is too narrow by about sqrt((n - 1) / n) for n tasks, so below 20 tasks it is only a
+    hint; if all values are equal it has no width, whatever the truth is for other tasks.
 
     Args:
         values: A number per task; for two candidates the difference of each task.
@@ -79,7 +79,7 @@ def paired(new: Mapping[int, float], old: Mapping[int, float]) -> Estimate | Non
 
 
 def pass_at_k(tries: int, passed: int, k: int) -> float:
-    """The chance that one of k tries passes: 1 - C(n - c, k) / C(n, k), unbiased for n >= k.
+    """Probability that one of k tries passes: 1 - C(n - c, k) / C(n, k), unbiased for n >= k.
 
     Chen et al. 2021 (arXiv 2107.03374), equation 1.
     """
@@ -87,7 +87,7 @@ def pass_at_k(tries: int, passed: int, k: int) -> float:
 
 
 def pass_hat_k(tries: int, passed: int, k: int) -> float:
-    """The chance that all of k tries pass: C(c, k) / C(n, k), unbiased for n >= k.
+    """Probability that all of k tries pass: C(c, k) / C(n, k), unbiased for n >= k.
 
     Yao et al. 2024 (tau-bench, arXiv 2406.12045), section 4.
     """
@@ -97,11 +97,11 @@ def pass_hat_k(tries: int, passed: int, k: int) -> float:
 def passes(
     rewards: Iterable[Sequence[float]], k: int, pass_reward: float
 ) -> tuple[list[float], list[float]]:
-    """pass@k and pass^k of each task that has k rewards or more; the others cannot tell.
+    """pass@k and pass^k of each task with at least k rewards; others are skipped.
 
     Args:
-        rewards: Of each task those of its rollouts that have one.
-        pass_reward: A rollout has passed that has at least so much.
+        rewards: For each task the rewards of its rollouts that have one.
+        pass_reward: Minimum reward of a rollout that passes.
     """
     counts = [
         (len(of_task), sum(reward >= pass_reward for reward in of_task))
@@ -112,8 +112,8 @@ def passes(
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """The correlation of two sequences' ranks, ties with their mean rank; None where one of them
-    has but one value."""
+    """Correlation of two sequences' ranks, ties with their mean rank; None if one of them is
+    constant."""
     if len(set(first)) < 2 or len(set(second)) < 2:
         return None
     return float(np.corrcoef(_ranks(first), _ranks(second))[0, 1])
@@ -126,7 +126,7 @@ def _ranks(values: Sequence[float]) -> np.ndarray:
 
 
 def rewards_by_task(traces: Iterable[Trace]) -> Mapping[int, list[float]]:
-    """The rewards of each task's rollouts, by its number; of a task where all failed none."""
+    """Rewards of each task's rollouts, by the task's number; empty if all failed."""
     found: defaultdict[int, list[float]] = defaultdict(list)
     for trace in traces:
         if trace.final:
@@ -134,21 +134,21 @@ def rewards_by_task(traces: Iterable[Trace]) -> Mapping[int, list[float]]:
     return found
 
 
-# What tells runs apart: their settings and their curves.
+# Differences between runs: their settings and their curves.
 
 
-# They name a run, and so differ without telling anything.
+# They name a run, so their differences mean nothing.
 NAMES = ("name", "project", "checkpoint_root_dir", "continue_from_checkpoint")
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A run as it is compared with others.
+    """The data of a run for comparisons.
 
     Attributes:
         name: The name of its folder.
-        settings: Its effective configuration, without secrets, by dotted key; with them what tells
-            the rows of its datasets from others.
+        settings: Its effective configuration, without secrets, by dotted key; with the fingerprints
+            of its datasets' rows.
         metrics: A row for each step, as in `metrics.jsonl`.
     """
 
@@ -158,19 +158,16 @@ class RunSummary:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is one that a run was recorded in."""
+    """Whether a folder is a run directory."""
     directory = RunDirectory(path)
     return directory.metrics.is_file() or directory.traces.is_dir()
 
 
 def check_is_run(path: Path) -> None:
-    """
-    Raises:
-        TunerError: It is not.
-    """
+    """Raises TunerError unless `path` is a run directory."""
     if not is_run(path):
         raise TunerError(
-            f"{path} is not a run: it holds neither metrics.jsonl nor traces/. Give the "
+            f"{path} is not a run: it contains neither metrics.jsonl nor traces/. Use the "
             "folder <checkpoint_root_dir>/<project>/<name>"
         )
 
@@ -179,8 +176,8 @@ def find_runs(folder: Path, *, depth: int = 2) -> Iterator[Path]:
     """The runs in a folder, which may be that of a project or of all projects, by name.
 
     Args:
-        folder: Where to look; what cannot be looked into is passed over.
-        depth: How many folders deep. Inside a run none is looked for.
+        folder: Where to search; unreadable folders are skipped.
+        depth: Maximum depth. Folders inside a run are not searched.
     """
     try:
         inside = sorted(path for path in folder.iterdir() if path.is_dir())
@@ -194,16 +191,12 @@ def find_runs(folder: Path, *, depth: int = 2) -> Iterator[Path]:
 
 
 def read_run(path: Path) -> RunSummary:
-    """Read what a run is compared by; it may still be going on.
-
-    Raises:
-        TunerError: `path` is not a run directory, or its files are damaged.
-    """
+    """Read the data of a run for comparisons; it may be in progress."""
     check_is_run(path)
     directory = RunDirectory(path)
     config, data = directory.stored_config(), path / "data.json"
     there = os.path.lexists(data)
-    rows = DIGESTS.document(data, "delete it: it only tells rows from others") if there else {}
+    rows = DIGESTS.document(data, "delete it: it only identifies rows") if there else {}
     settings = dict(leaves(config, lists=True)) if config else {}
     return RunSummary(
         name=path.resolve().name,
@@ -213,9 +206,9 @@ def read_run(path: Path) -> RunSummary:
 
 
 def differing_settings(runs: Sequence[RunSummary]) -> dict[str, list[Any]]:
-    """The settings that are not the same in all runs, by dotted key: a value for each run.
+    """Settings that differ between runs, by dotted key: a value for each run.
 
-    None where a run has it not. What only names a run is left out.
+    None if a run does not have the setting. Settings that only name a run are omitted.
     """
     keys = dict.fromkeys(key for run in runs for key in run.settings if key not in NAMES)
     found = {key: [run.settings.get(key) for run in runs] for key in keys}

@@ -1,4 +1,4 @@
-"""Rollouts that were recorded before, as data: read, filtered, put together by their tasks.
+"""Recorded rollouts as training data: read, filtered, and grouped by task.
 
     sources -> rollouts -> filters -> tasks -> held out
                                         |
@@ -6,9 +6,9 @@
                                         +----> the best of each task, for sft
                                         +----> a better and a worse one of each task, for dpo
 
-The ids are those that were sampled; text is not tokenized. What is not used is counted by reason,
-rollouts and tokens both. Logs without tokens are conversations (`tuner.runs.history`), beside the
-rollouts, and for sft and dpo alone.
+The ids are the sampled ones; text is not tokenized again. Unused data is counted by reason, both
+rollouts and tokens. Logs without tokens become conversations (`tuner.runs.history`), which only
+sft and dpo can use.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from tuner.traces import Call, Outcome, RolloutId, Trace, read_traces
 from tuner.traces.reading import InvalidRecord, JsonReader, complete_lines
 from tuner.traces.store import SERVED
 
-# Logs of chats without tokens as conversations: OpenAI's JSON lines, and spans of OpenTelemetry.
+# Logs of chats without tokens, read as conversations: OpenAI's JSON lines and spans of
+# OpenTelemetry.
 #
 # Each line is one of
 #
@@ -48,14 +49,14 @@ from tuner.traces.store import SERVED
 #     {"attributes": {"gen_ai.output.messages": ...}}                   a span of a model call
 #     {"resourceSpans": [...]}                                          many, as OTLP sends them
 #
-# and becomes a row of `tuner.runs.recorded`, of which the chat template makes ids. Nobody knows
-# which tokens were sampled, so there are no log-probs. Of a request and of a span the answer alone
-# is trained: the earlier turns are the answers of earlier ones.
+# and becomes a row of `tuner.runs.recorded`, which the chat template turns into ids. The sampled
+# tokens are unknown, so there are no log-probs. Only the answer of a request or a span is trained:
+# earlier turns are the answers of earlier ones.
 
 
 Row = dict[str, Any]
 Message = dict[str, Any]
-# Spans of model calls, by `gen_ai.operation.name`; others are of agents, tools and embeddings.
+# Spans of model calls, by `gen_ai.operation.name`; other spans are of agents, tools and embeddings.
 OF_MODEL = ("chat", "text_completion", "generate_content")
 
 
@@ -64,9 +65,9 @@ class Logged:
     """One line of a log.
 
     Attributes:
-        row: What it holds, in the columns of `tuner.runs.recorded`; None where it is nothing to
-            learn from.
-        started: Unix time, where it says.
+        row: Its content in the columns of `tuner.runs.recorded`; None if there is nothing to learn
+            from.
+        started: Unix time, if the line has one.
         reason: Why there is no row.
     """
 
@@ -76,25 +77,21 @@ class Logged:
 
 
 def is_trace(line: Any) -> bool:
-    """Whether a line holds a rollout that was recorded here."""
+    """Whether a line is a rollout recorded by tuner."""
     return isinstance(line, Mapping) and {"id", "calls", "outcome"} <= line.keys()
 
 
 def logged(line: Any) -> Iterator[Logged]:
-    """What a line of a log holds: one conversation or pair, or the spans of several.
-
-    Raises:
-        DatasetError: It has none of the known forms.
-    """
+    """Parse a line of a log: one conversation or pair, or the spans of several."""
     if not isinstance(line, Mapping):
-        raise DatasetError(f"{line!r:.80} is no object")
+        raise DatasetError(f"{line!r:.80} is not an object")
     for keys, read in _FORMS.items():
         if all(line.get(key) is not None for key in keys):
             yield from read(line)
             return
     raise DatasetError(
-        f"it has the keys {', '.join(map(str, line)) or 'none'}: neither a recorded rollout, nor "
-        "messages, a request with its response, a pair with preferred_output, or a span with "
+        f"it has the keys {', '.join(map(str, line)) or 'none'}, but must be a recorded rollout or "
+        "have messages, a request with its response, a pair with preferred_output, or a span with "
         "attributes"
     )
 
@@ -106,7 +103,7 @@ def _conversation(line: Mapping[str, Any]) -> Iterator[Logged]:
 def _pair(line: Mapping[str, Any]) -> Iterator[Logged]:
     asked = line["input"]
     if not isinstance(asked, Mapping):
-        raise DatasetError(f"input is {asked!r:.80}: an object with messages is wanted")
+        raise DatasetError(f"input is {asked!r:.80}, but must be an object with messages")
     row = {
         "messages": asked.get("messages"),
         "tools": asked.get("tools"),
@@ -125,11 +122,11 @@ def _exchange(line: Mapping[str, Any]) -> Iterator[Logged]:
         yield Logged(None, started, "no_answer")
         return
     if len(choices) > 1:
-        raise DatasetError(f"the response has {len(choices)} choices: a line each is wanted")
+        raise DatasetError(f"the response has {len(choices)} choices; put each on its own line")
     message = choices[0].get("message") if isinstance(choices[0], Mapping) else None
     if not isinstance(message, Mapping):
         raise DatasetError("response.choices[0] has no message")
-    # What OpenAI's answers say beside the message itself.
+    # Fields of OpenAI's answers in addition to the message itself.
     beside = ("refusal", "annotations", "audio", "function_call")
     answer = {key: value for key, value in message.items() if key not in beside or value}
     yield Logged(_answered(request.get("messages"), answer, request.get("tools")), started)
@@ -140,14 +137,14 @@ def _body(line: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     if isinstance(found, Mapping) and isinstance(found.get("body"), Mapping):
         found = found["body"]
     if not isinstance(found, Mapping):
-        raise DatasetError(f"{key} is {found!r:.80}: the body of a chat completion is wanted")
+        raise DatasetError(f"{key} is {found!r:.80}, but must be the body of a chat completion")
     return found
 
 
 def _answered(asked: Any, answer: Message, tools: Any) -> Row:
-    """A row whose last message alone is trained."""
+    """A row in which only the last message is trained."""
     if not isinstance(asked, list):
-        raise DatasetError(f"the request's messages are {asked!r:.80}: a list is wanted")
+        raise DatasetError(f"the request's messages are {asked!r:.80}, but must be a list")
     before = [
         {**one, "weight": 0} if isinstance(one, Mapping) and one.get("role") == "assistant" else one
         for one in asked
@@ -180,7 +177,7 @@ def _span(span: Mapping[str, Any]) -> Iterator[Logged]:
         yield Logged(None, started, "no_answer")
         return
     if len(answers) > 1:
-        raise DatasetError(f"gen_ai.output.messages has {len(answers)} choices: one is wanted")
+        raise DatasetError(f"gen_ai.output.messages has {len(answers)} choices, but must have one")
     try:
         asked = [*_instructions(attributes), *_asked(attributes)]
         (answer,) = _of_parts(answers[0])
@@ -194,14 +191,14 @@ def _span(span: Mapping[str, Any]) -> Iterator[Logged]:
 
 
 def _attributes(found: Any) -> dict[str, Any]:
-    """Attributes by name: as a span prints itself, or in the list that OTLP has."""
+    """Attributes by name, from the object of a printed span or from OTLP's list."""
     if isinstance(found, Mapping):
         return dict(found)
     return {one["key"]: _value(one.get("value")) for one in found or ()}
 
 
 def _value(found: Any) -> Any:
-    """A value as OTLP writes it: `{"stringValue": ...}`, `{"arrayValue": {"values": [...]}}`."""
+    """Convert a value of OTLP: `{"stringValue": ...}`, `{"arrayValue": {"values": [...]}}`."""
     if not isinstance(found, Mapping):
         return found
     kind: str
@@ -215,7 +212,7 @@ def _value(found: Any) -> Any:
 
 
 def _plain(found: Any) -> Any:
-    """Structured data, which spans may hold as JSON text."""
+    """Structured data, which may be JSON text in a span."""
     if not isinstance(found, str):
         return found
     try:
@@ -233,7 +230,7 @@ def _started(span: Mapping[str, Any]) -> float | None:
             return int(nanoseconds) / 1e9
         return datetime.fromisoformat(text).timestamp() if isinstance(text, str) else None
     except ValueError:
-        raise DatasetError(f"{nanoseconds or text!r} is no time") from None
+        raise DatasetError(f"{nanoseconds or text!r} is not a time") from None
 
 
 def _instructions(attributes: Mapping[str, Any]) -> list[Message]:
@@ -244,7 +241,7 @@ def _instructions(attributes: Mapping[str, Any]) -> list[Message]:
 
 
 def _asked(attributes: Mapping[str, Any]) -> list[Message]:
-    """What the model was given. AgentScope 1.x leaves that to an attribute of its own."""
+    """Input messages of the model. AgentScope 1.x uses an attribute of its own."""
     found = _plain(attributes.get("gen_ai.input.messages"))
     if found is not None:
         return [message for one in found for message in _of_parts(one)]
@@ -259,12 +256,12 @@ def _asked(attributes: Mapping[str, Any]) -> list[Message]:
 
 
 def _without_nothing(message: Mapping[str, Any]) -> Message:
-    """A message without the fields that hold nothing."""
+    """A message without its empty fields."""
     return {key: value for key, value in message.items() if value is not None}
 
 
 def _tools(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Tools as OpenAI has them; the conventions leave out the level `function`."""
+    """Tools in OpenAI's form; the conventions omit the level `function`."""
     return [
         one
         if "function" in one
@@ -277,13 +274,10 @@ def _tools(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _of_parts(message: Any) -> list[Message]:
-    """A message of the conventions, made of parts, as OpenAI's; one for each result of a tool.
-
-    Raises:
-        Unusable: A part is neither text, reasoning, nor a tool's call or result.
-    """
+    """Convert a message made of parts to OpenAI's form; one message for each result of a tool.
+    Raises Unusable if a part is not text, reasoning, a tool call or a tool result."""
     if not isinstance(message, Mapping) or not isinstance(message.get("parts"), list):
-        raise DatasetError(f"{message!r:.80} is no message with parts")
+        raise DatasetError(f"{message!r:.80} is not a message with parts")
     texts: list[str] = []
     reasoning: list[str] = []
     calls: list[dict[str, Any]] = []
@@ -333,11 +327,7 @@ _FORMS = {
 
 
 def read_log(path: Path, lines: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Logged]]:
-    """What each line of a log holds, with the line's number.
-
-    Raises:
-        DatasetError: A line has none of the known forms; names file and line.
-    """
+    """Parse each line of a log; yields the line's number and its content."""
     for number, line in lines:
         try:
             for found in logged(line):
@@ -349,22 +339,22 @@ def read_log(path: Path, lines: Iterator[tuple[int, Any]]) -> Iterator[tuple[int
 
 logger = logging.getLogger("tuner")
 
-# Where rollouts were recorded: runs, files of traces, a server's store, logs of chats.
+# Sources of recorded rollouts: runs, files of traces, a server's store, logs of chats.
 
 
-# Reads the sessions of a server; above this room, so it is named and not imported.
+# Reads the sessions of a server; of a higher layer, so named here and not imported.
 SESSIONS = "tuner.serving.serving_store", "ServingStore"
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A rollout as it was found.
+    """A recorded rollout as it was found.
 
     Attributes:
-        trace: One attempt at it.
+        trace: One attempt of the rollout.
         source: The run, file or server that it comes from.
-        group: Of a served session, the group that it was opened in.
-        tags, metadata: Of a served session.
+        group: The group of a served session.
+        tags, metadata: Those of a served session.
     """
 
     trace: Trace
@@ -375,7 +365,7 @@ class Stored:
 
     @property
     def task(self) -> str:
-        """What tells its task from others: group, row, or what the model was first asked."""
+        """Key of its task: group, row, or the first prompt."""
         if self.group is not None:
             return f"group {self.group}"
         if self.trace.task or not self.trace.calls:
@@ -385,12 +375,12 @@ class Stored:
 
 @dataclass(frozen=True)
 class LogRow:
-    """A conversation or a pair of a log.
+    """A conversation or a pair from a log.
 
     Attributes:
         where: File and line.
-        row: What it holds, in the columns of `tuner.runs.recorded`.
-        started: Unix time, where the log says it.
+        row: Its content in the columns of `tuner.runs.recorded`.
+        started: Unix time, if the log has one.
     """
 
     where: str
@@ -399,14 +389,14 @@ class LogRow:
 
     @property
     def task(self) -> str:
-        """What tells its task from others: what the model was asked."""
+        """Key of its task: the prompt."""
         messages = self.row["messages"] if isinstance(self.row["messages"], list) else []
         return row_text({"messages": messages if "chosen" in self.row else messages[:-1]})
 
 
 def found_in(source: Path) -> Iterator[Stored | LogRow | str]:
-    """What a source holds: rollouts, rows of logs with where they are and when they began, and
-    reasons why a line of a log is nothing to learn from."""
+    """Read a source: yields rollouts, rows of logs, and for each unusable line of a log the
+    reason."""
     if source.is_dir():
         folder = source / "traces" if (source / "traces").is_dir() else source
         served = source / SERVED
@@ -416,7 +406,7 @@ def found_in(source: Path) -> Iterator[Stored | LogRow | str]:
         elif not files:
             raise DatasetError(
                 f"tuner.history.sources: {source} has neither a folder traces/, nor .jsonl files, "
-                f"nor a {SERVED}"
+                f"nor a {SERVED}; name a run, a folder of logs or a server's folder"
             )
         for file in files:
             yield from _of_file(file)
@@ -431,7 +421,7 @@ def found_in(source: Path) -> Iterator[Stored | LogRow | str]:
 def _of_file(path: Path) -> Iterator[Stored | LogRow | str]:
     begun = fnmatch(path.name, "*step_*.jsonl") and next(complete_lines(path), None) is None
     first = None if begun else next(_objects(path), None)
-    if first is None:  # a run may have been killed in its first line
+    if first is None:  # a run may have been killed while it wrote its first line
         return
     if is_trace(first[1]):
         folder = str(path.parent.resolve())
@@ -448,7 +438,7 @@ _VALUES = JsonReader[Any](Any, "JSON")
 
 
 def _objects(path: Path) -> Iterator[tuple[int, Any]]:
-    """The number from 1 and the value of each line that is not empty."""
+    """The number (from 1) and the value of each line that is not empty."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -460,11 +450,7 @@ def _objects(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _served(path: Path) -> Iterator[Stored | str]:
-    """The sessions of a server's store, which may be serving meanwhile.
-
-    Raises:
-        DatasetError: The file is no such store.
-    """
+    """The sessions in a server's store; the server may be running."""
     module, name = SESSIONS
     try:
         store: Any = getattr(import_module(module), name)(path, readonly=True)
@@ -491,17 +477,18 @@ def _served(path: Path) -> Iterator[Stored | str]:
 
 
 Group = tuple[Trace, ...]
-# Splits of rollouts that are no evaluation: of runs, and of sessions that were served.
+# Splits of training rollouts: those of runs, and those of served sessions. All others are
+# evaluations.
 LEARNED = ("train", "serve")
 
 
 @dataclass
 class LeftOut:
-    """What is not used, by reason.
+    """Unused data by reason.
 
     Attributes:
-        rollouts: How many rollouts, attempts and lines of logs.
-        tokens: How many sampled tokens.
+        rollouts: Number of rollouts, attempts and lines of logs.
+        tokens: Number of sampled tokens.
     """
 
     rollouts: Counter[str] = field(default_factory=Counter)
@@ -517,16 +504,16 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class History:
-    """What is left of the sources behind the filters.
+    """Recorded data after the filters.
 
     Attributes:
         groups: The rollouts of each task that is trained. `RolloutId.task` is the index of the
-            group, `rollout` that in the group.
-        held_out: Those of each task that is not.
-        rows: Conversations or pairs of logs, as rows of `tuner.runs.recorded`, with the file and
-            line of each.
-        held_out_rows: Those that are not trained.
-        left_out: What the filters took.
+            group, `rollout` the index in the group.
+        held_out: The rollouts of each held-out task.
+        rows: Conversations or pairs from logs, as rows of `tuner.runs.recorded`, each with file and
+            line.
+        held_out_rows: Those that are held out.
+        left_out: Data removed by the filters.
     """
 
     groups: tuple[Group, ...]
@@ -537,7 +524,7 @@ class History:
 
     @property
     def fingerprint(self) -> list[dict[str, Any]]:
-        """What tells this data from other data, as rows of a dataset."""
+        """Rows that identify this data, as for a dataset."""
         traces = (trace for group in (*self.groups, *self.held_out) for trace in group)
         return [
             *(
@@ -554,23 +541,18 @@ class History:
 
 
 def read_history(section: HistorySection, given: Any = None) -> History:
-    """Everything that was recorded, behind the filters.
+    """Read all sources and apply the filters.
 
     Args:
         section: Sources and filters.
-        given: The training data that `tune()` was given: rollouts in memory, beside those of the
+        given: The training data passed to `tune()`: rollouts in memory, used in addition to the
             sources, or None.
-
-    Raises:
-        DatasetError: A source does not exist, is nothing that was recorded, or is damaged; nothing
-            is left; or what was given are no rollouts.
-        ConfigError: A filter has no meaning for a source, or for any.
     """
     left_out, rows = LeftOut(), list[LogRow]()
     if given is not None and not all(isinstance(one, Trace) for one in given):
         raise DatasetError(
-            f"train_dataset is {described(given)}, but with tuner.history what is learned from is "
-            "in tuner.history.sources: remove one of them"
+            f"train_dataset is {described(given)}, but tuner.history.sources already names the "
+            "training data: remove one of them"
         )
     stored = {(one.source, one.trace.id, one.trace.attempt): one for one in _in_memory(given or ())}
     for source in section.sources:
@@ -605,14 +587,14 @@ def read_history(section: HistorySection, given: Any = None) -> History:
     if not groups and not trained:
         reasons = ", ".join(f"{n} {why}" for why, n in sorted(left_out.rollouts.items()))
         raise DatasetError(
-            f"tuner.history: nothing is left to learn from ({reasons}); docs/recorded_data.md says "
-            "what these mean"
+            f"tuner.history: nothing is left to learn from ({reasons}); see "
+            "docs/recorded_data.md for the reasons"
         )
     return History(groups, held_out, trained, aside, left_out)
 
 
 def _in_memory(given: Iterable[Trace]) -> list[Stored]:
-    """Rollouts of one run after the other: an id that comes again is another run's."""
+    """Rollouts of consecutive runs: a repeated id starts another run."""
     times: Counter[tuple[RolloutId, int]] = Counter()
     found = []
     for trace in given:
@@ -622,7 +604,7 @@ def _in_memory(given: Iterable[Trace]) -> list[Stored]:
 
 
 def unwanted(one: Stored, section: HistorySection) -> str | None:
-    """Why the filters leave a rollout out, or None."""
+    """Reason why the filters remove a rollout, or None."""
     trace = one.trace
     if not trace.final:
         return "retried_attempt"
@@ -657,14 +639,11 @@ def _within(value: float, low: float | None, high: float | None) -> bool:
 
 
 def _check_filters(section: HistorySection, rows: Sequence[LogRow]) -> None:
-    """
-    Raises:
-        ConfigError: An outcome is none, or a filter is about what logs do not have.
-    """
+    """Raises ConfigError if an outcome is unknown or a filter cannot be applied to logs."""
     for name in section.outcomes:
         if name not in set(Outcome):
             raise ConfigError(
-                f"tuner.history.outcomes has {name!r}, which is no outcome: use "
+                f"tuner.history.outcomes has {name!r}, which is not an outcome: use "
                 f"{', '.join(outcome.value for outcome in Outcome)}"
             )
     if not rows:
@@ -674,8 +653,8 @@ def _check_filters(section: HistorySection, rows: Sequence[LogRow]) -> None:
         for row in rows:
             if row.started is None:
                 raise ConfigError(
-                    f"tuner.history.after or before is set, but {row.where} does not say when it "
-                    "was: remove it, or that source"
+                    f"tuner.history.after or before is set, but {row.where} has no time: remove "
+                    "the setting or that source"
                 )
     plain = HistorySection()
     for name in sorted(set(HistorySection.model_fields) - of_logs):
@@ -683,12 +662,12 @@ def _check_filters(section: HistorySection, rows: Sequence[LogRow]) -> None:
             continue
         raise ConfigError(
             f"tuner.history.{name} is {getattr(section, name)}, but {rows[0].where} is in a log "
-            "without tokens, which does not say that: remove it, or that source"
+            "without tokens, which does not record that: remove the setting or that source"
         )
 
 
 def _with_beginnings(stored: Iterable[Stored], left_out: LeftOut) -> list[Stored]:
-    """Those whose beginning is there: the rollout that they begin inside of is kept, too."""
+    """Rollouts whose beginning is available: the rollout in which they begin must be kept, too."""
     kept = list(stored)
     while True:
         there = {(one.source, one.trace.id) for one in kept}
@@ -708,7 +687,7 @@ def _with_beginnings(stored: Iterable[Stored], left_out: LeftOut) -> list[Stored
 def _grouped(
     stored: Sequence[Stored], held_out: float
 ) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
-    """The rollouts of each task in the order in which these first come, numbered anew."""
+    """Group rollouts by task, in order of first appearance, and renumber them."""
     tasks: dict[str, list[Stored]] = defaultdict(list)
     for one in stored:
         tasks[one.task].append(one)
@@ -731,7 +710,7 @@ def _numbered(one: Stored, numbers: Mapping[tuple[str, RolloutId], RolloutId]) -
 
 
 def is_held_out(task: str, share: float) -> bool:
-    """Whether a task is among the share that is not trained: the same in every run."""
+    """Whether a task is in the held-out share; the same in every run."""
     digest = hashlib.blake2b(task.encode(errors="surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
 
@@ -739,7 +718,7 @@ def is_held_out(task: str, share: float) -> bool:
 def _split_rows(
     rows: Iterable[LogRow], section: HistorySection, left_out: LeftOut
 ) -> tuple[tuple[LogRow, ...], tuple[LogRow, ...]]:
-    """Rows of logs that are trained, and those that are held out, by what the model was asked."""
+    """Split rows of logs into trained and held-out ones, by their prompt."""
     trained, aside = list[LogRow](), list[LogRow]()
     for row in rows:
         started = row.started or 0.0
@@ -752,7 +731,7 @@ def _split_rows(
     return tuple(trained), tuple(aside)
 
 
-# What of recorded rollouts is imitated, and what compared: rows for sft, pairs for dpo.
+# Examples from recorded rollouts: rows for sft, pairs for dpo.
 
 
 def examples_of_history(
@@ -763,18 +742,15 @@ def examples_of_history(
     recorded: Recorded,
     longest: int,
 ) -> Examples:
-    """The best rollouts of each task, or a better and a worse one, as the ids that were sampled.
+    """The best rollouts of each task, or a better and a worse one, as the sampled ids.
 
     Args:
-        history: What was recorded.
-        section: How many of a task, and which pairs.
-        renderer: The chat form of the model that is trained; for logs.
-        recorded: Which of the two.
-        longest: The most tokens of a prompt and its completion; longer rollouts are left out.
-
-    Raises:
-        DatasetError: A line of a log is not of the form that the algorithm needs, or nothing can be
-            used.
+        history: The recorded data.
+        section: How many rollouts of a task, and which pairs.
+        renderer: The chat form of the trained model; for logs.
+        recorded: Rows or pairs.
+        longest: Maximum number of tokens of a prompt and its completion; longer rollouts are
+            dropped.
     """
     choose = _best if recorded == "conversations" else _pairs
     left_out = LeftOut(Counter(history.left_out.rollouts), Counter(history.left_out.tokens))
@@ -782,14 +758,14 @@ def examples_of_history(
     used = [one for group in history.groups for one in choose(group, section, turns, left_out)]
     tokens = left_out.tokens + turns.inside
     used += _of_logs(history.rows, renderer, recorded, longest, left_out)
-    unseen = LeftOut()  # of what is held out, everything is
+    unseen = LeftOut()  # all of the held-out data is used
     held_out = [one for group in history.held_out for one in choose(group, section, turns, unseen)]
     held_out += _of_logs(history.held_out_rows, renderer, recorded, longest, unseen)
     if not used:
         reasons = ", ".join(f"{n} {why}" for why, n in sorted(left_out.rollouts.items()))
         raise DatasetError(
-            f"tuner.history: nothing is left to learn from ({reasons}); docs/recorded_data.md says "
-            "what these mean"
+            f"tuner.history: nothing is left to learn from ({reasons}); see "
+            "docs/recorded_data.md for the reasons"
         )
     return Examples(
         tuple(used),
@@ -800,10 +776,10 @@ def examples_of_history(
 
 
 class _Turns:
-    """The calls of rollouts as turns.
+    """Converts the calls of rollouts to turns.
 
     Attributes:
-        inside: Sampled tokens of rollouts that are used which are not trained, by reason.
+        inside: Sampled tokens of used rollouts that are not trained, by reason.
     """
 
     def __init__(self, roles: frozenset[str], longest: int) -> None:
@@ -812,7 +788,7 @@ class _Turns:
         self.inside: Counter[str] = Counter()
 
     def of(self, trace: Trace) -> tuple[Turn, ...]:
-        """Those of a rollout that is used."""
+        """Turns of a rollout that is used."""
         turns: list[Turn] = []
         for call in trace.calls:
             reason = self.unused(call)
@@ -824,7 +800,7 @@ class _Turns:
         return tuple(turns)
 
     def unusable(self, trace: Trace) -> str | None:
-        """Why a rollout has no place among those that are ranked, or None."""
+        """Reason why a rollout cannot be ranked, or None."""
         if trace.outcome is not Outcome.COMPLETED:
             return trace.outcome.value
         if trace.reward is None:
@@ -836,8 +812,8 @@ class _Turns:
         return "too_long" if most > self._longest else None
 
     def unused(self, call: Call) -> str | None:
-        """Why a call is not imitated, or None. Unlike where log-probs are compared, it may have
-        been greedy, or held to a form."""
+        """Reason why a call is not imitated, or None. Greedy and constrained calls are allowed,
+        unlike in algorithms that compare log-probs."""
         if call.invalid is not None:
             return "invalid_call"
         if call.undelivered:
@@ -848,7 +824,7 @@ class _Turns:
 
 
 def other_role(call: Call, roles: frozenset[str]) -> str | None:
-    """Why a call is not trained where only those of some roles are, or None."""
+    """Reason why a call is not trained if only some roles are, or None."""
     return "other_role" if roles and call.role not in roles else None
 
 
@@ -867,7 +843,7 @@ def _stretches(call: Call) -> list[Turn]:
 
 
 def _ranked(group: Group, turns: _Turns, left_out: LeftOut) -> list[tuple[float, Trace]]:
-    """Its rollouts that can be used with their rewards, the best first."""
+    """Usable rollouts of a group with their rewards, best first."""
     found = []
     for trace in group:
         reason = turns.unusable(trace)
@@ -916,16 +892,16 @@ def _of_logs(
     longest: int,
     left_out: LeftOut,
 ) -> Iterator[Example]:
-    """Rows of logs, whose ids the chat template makes."""
+    """Examples from rows of logs; the chat template makes their ids."""
     form = FormatSection(prompt_type="messages")
     for one in rows:
         where, row = one.where, one.row
         has_pair = row.get("chosen") is not None and row.get("rejected") is not None
         if has_pair != (recorded == "pairs"):
-            wanted = "one conversation in a line" if recorded == "conversations" else "pairs"
+            wanted = "one conversation per line" if recorded == "conversations" else "pairs"
             raise DatasetError(
-                f"{where}: it is {'a pair' if has_pair else 'one conversation'}, and the algorithm "
-                f"wants {wanted}: set algorithm.algorithm_type to {'dpo' if has_pair else 'sft'}"
+                f"{where}: it is {'a pair' if has_pair else 'one conversation'}, but the algorithm "
+                f"needs {wanted}: set algorithm.algorithm_type to {'dpo' if has_pair else 'sft'}"
             )
         try:
             both = pair(row, form) if has_pair else (conversation(row, form),)

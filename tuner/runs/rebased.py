@@ -64,7 +64,7 @@ class RebaseRecord(BaseModel):
 
     Attributes:
         run: The other run's directory.
-        judge: The fixed judge, where it has a name.
+        judge: The fixed judge, if it has a name.
         min_effective_samples, max_reused: As for `rebase()`.
         last_again: Last step that `max_reused` allows to train again; None: no reward changed.
         first_changed: First step in which a reward changed; None: none did.
@@ -110,7 +110,7 @@ _RECORDS = JsonReader[RebaseRecord](RebaseRecord, "the record of a rebase")
 
 
 def read_rebase(directory: RunDirectory) -> RebaseRecord | None:
-    """The record in a run directory; None where the run continues from no other."""
+    """The record in a run directory; None if the run continues from no other."""
     if not os.path.lexists(directory.rebase):
         return None
     return _RECORDS.document(directory.rebase, f"delete {directory.path} and rebase again")
@@ -128,7 +128,7 @@ class Rebased:
 
     @staticmethod
     def of(directory: RunDirectory, *, batch: int) -> Rebased | None:
-        """For a run directory; None where the run continues from no other."""
+        """For a run directory; None if the run continues from no other."""
         record = read_rebase(directory)
         return None if record is None else Rebased(directory, record, batch=batch)
 
@@ -141,13 +141,13 @@ class Rebased:
         return taken_until(taken, last, batch=self._batch)
 
     def asks(self, step: int, traces: Sequence[Trace]) -> bool:
-        """True where a step trains samples that may be worth less than in the other run."""
+        """Whether a step trains samples that may be worth less than in the other run."""
         first = self.record.first_changed
         recorded = any(trace.foreign_from is not None for trace in traces)
         return first is not None and step > first and recorded
 
     def goes_on(self, step: int, effective: Effective | None) -> bool:
-        """True where a step is trained from recorded rollouts; noted, so it is decided once.
+        """Whether a step is trained from recorded rollouts; stored, so it is decided once.
 
         `effective` is their worth to the weights before the step; None: nothing of it is trained,
         or those are the weights that sampled.
@@ -166,7 +166,7 @@ class Rebased:
         return noted.use == "again"
 
     def set_aside(self, step: int) -> None:
-        """From this step on new rollouts are made: move what was recorded and no step has taken."""
+        """Sample from this step on: move the recorded rollouts that no step has used."""
         self.record.ended = step
         for one in self.record.steps:
             if one.step >= step:
@@ -218,7 +218,7 @@ def training_files(folder: Path) -> list[tuple[int, Path]]:
 
 
 def write_traces(path: Path, traces: Sequence[Trace]) -> None:
-    """A file of traces in place of what is there; none where there are no traces."""
+    """Replace a file of traces; delete it if there are no traces."""
     if not traces:
         path.unlink(missing_ok=True)
         return
@@ -229,7 +229,7 @@ def write_traces(path: Path, traces: Sequence[Trace]) -> None:
 
 
 def table(record: RebaseRecord) -> str:
-    """Step by step what was used again, and why no more; then in sentences."""
+    """Table of the steps and their reuse, and the reason why it ends; then sentences."""
     from rich.console import Console
     from rich.table import Table
 
@@ -284,7 +284,7 @@ def sentences(record: RebaseRecord) -> list[str]:
             why = f"these are {record.max_reused:.0%} of the steps (--max-reused); {worth}"
         aside = sum(one.rollouts for one in record.steps if one.use == "anew")
         lines.append(
-            f"no more, since {why}: {aside:,} rollouts, {record.tokens('anew'):,} tokens, are in "
-            "set_aside/"
+            f"the rest is not reused because {why}: {aside:,} rollouts, "
+            f"{record.tokens('anew'):,} tokens, are in set_aside/"
         )
     return lines

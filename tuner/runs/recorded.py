@@ -1,18 +1,18 @@
-"""From rows of a dataset to conversations and pairs, and to the token ids that are trained.
+"""Convert rows of a dataset to conversations and pairs, and to the token ids that are trained.
 
-The assistant turns of a conversation as the ids that a model would have been given and written.
+The assistant turns of a conversation become the ids that a model would have been given and written.
 
-Each turn that is trained is a row of its own. Its prompt is what the gateway renders when an agent
-asks for that turn, and its completion is what the chat template writes there, up to the token that
-ends the turn. Nothing else is trained, and nothing is trained in another context than the one in
-which the model would write it:
+Each trained turn is a row of its own. Its prompt is what the gateway renders when an agent requests
+that turn, and its completion is what the chat template writes there, up to the token that ends the
+turn. Nothing else is trained, and each turn is trained only in the context in which the model would
+write it:
 
     user: Q1   assistant: <think>R1</think> A1   user: Q2   assistant: <think>R2</think> A2
 
     row 1   Q1 [R1 A1 end]
-    row 2   Q1  A1  Q2 [R2 A2 end]     a template that leaves out earlier reasoning
+    row 2   Q1  A1  Q2 [R2 A2 end]     a template that omits earlier reasoning
 
-Rows that begin alike share these tokens in the token tree: with a template that leaves nothing out,
+Rows with a common beginning share its tokens in the token tree: with a template that omits nothing,
 the turns of a conversation are one path.
 """
 
@@ -38,11 +38,11 @@ SETTING = "buffer.trainer_input.experience_buffer.format"
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages and tools, known to be well formed.
+    """Validated messages and tools.
 
     Attributes:
         messages: In order.
-        tools: What the assistant could call.
+        tools: Tools that the assistant could call.
         trained: Indices of the assistant messages to train, rising.
     """
 
@@ -52,11 +52,7 @@ class Conversation:
 
 
 def conversation(row: Mapping[str, Any], form: FormatSection) -> Conversation:
-    """The conversation that a row of SFT data holds.
-
-    Raises:
-        DatasetError: A column is missing, or what it holds is no conversation.
-    """
+    """The conversation in a row of SFT data."""
     if _prompt_type(row, form) == "messages":
         messages = _messages(_column(row, form, "messages_key"), "assistant", text=False)
     else:
@@ -67,11 +63,7 @@ def conversation(row: Mapping[str, Any], form: FormatSection) -> Conversation:
 
 
 def pair(row: Mapping[str, Any], form: FormatSection) -> tuple[Conversation, Conversation]:
-    """The better and the worse conversation that a row of DPO data holds; they begin alike.
-
-    Raises:
-        DatasetError: A column is missing, what it holds is no conversation, or both are the same.
-    """
+    """The better and the worse conversation in a row of DPO data; they begin alike."""
     text = _prompt_type(row, form) == "plaintext"
     if text:
         prompt = _prompt(row, form)
@@ -105,17 +97,17 @@ def _column(row: Mapping[str, Any], form: FormatSection, key: str) -> Any:
     name = getattr(form, key)
     if row.get(name) is None:
         there = ", ".join(column for column, value in row.items() if value is not None)
-        raise DatasetError(f"there is no column {name!r} ({SETTING}.{key}); it has: {there}")
+        raise DatasetError(f"there is no column {name!r} ({SETTING}.{key}); the row has: {there}")
     return row[name]
 
 
 def _messages(value: Any, role: str, *, text: bool) -> list[Message]:
-    """A list of messages, given as one, as one message, or as text.
+    """A list of messages, from a list, one message, or text.
 
     Args:
-        value: What the column holds.
-        role: Whose text it is, where it is text.
-        text: Whether text is what is said; else it is the list as JSON text, as Trinity-RFT has it.
+        value: The column's value.
+        role: Role of the message if the value is text.
+        text: Whether text is the message's content; else it is the list as JSON, as in Trinity-RFT.
     """
     if isinstance(value, str) and text:
         return [{"role": role, "content": value}]
@@ -137,7 +129,7 @@ def _messages(value: Any, role: str, *, text: bool) -> list[Message]:
 def _checked(
     messages: list[Message], row: Mapping[str, Any], form: FormatSection, first: int
 ) -> Conversation:
-    """A conversation whose assistant messages from `first` on are trained."""
+    """A conversation in which the assistant messages from `first` on are trained."""
     shaped, trained = [], []
     for index, message in enumerate(messages):
         if isinstance(message, dict):
@@ -160,7 +152,7 @@ def _checked(
 
 
 def _without_weight(message: Message, index: int) -> tuple[Message, int]:
-    """A message without OpenAI's `weight`, and it: 0 for an answer that is only context."""
+    """A message without OpenAI's `weight`, and that weight: 0 for an answer as context only."""
     weight = message.get("weight")
     if weight not in (None, 0, 1):
         raise DatasetError(f"messages[{index}].weight is {weight!r}; it must be 0 or 1")
@@ -169,7 +161,7 @@ def _without_weight(message: Message, index: int) -> tuple[Message, int]:
 
 
 def _as_assistant(message: Message) -> Message:
-    """One name for reasoning, and arguments as text, as OpenAI has them."""
+    """Use one name for reasoning, and arguments as text, like OpenAI."""
     shaped = dict(message)
     if shaped.get("reasoning_content") is None and shaped.get("reasoning") is not None:
         shaped["reasoning_content"] = shaped.pop("reasoning")
@@ -188,7 +180,7 @@ def _with_text_arguments(call: Any) -> Any:
 
 
 class Unusable(Exception):
-    """A conversation that cannot be trained; `reason` is what it is counted by."""
+    """A conversation cannot be trained; `reason` is the name it is counted under."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -197,11 +189,11 @@ class Unusable(Exception):
 
 @dataclass(frozen=True)
 class Turn:
-    """One assistant turn; four bytes for each id, since a whole dataset is held.
+    """One assistant turn; four bytes per id, since the whole dataset is in memory.
 
     Attributes:
-        prompt_ids: What the model is given, shape [P].
-        completion_ids: What it is to write, the end of the turn included, shape [T].
+        prompt_ids: Input of the model, shape [P].
+        completion_ids: Target of the model with the end of the turn, shape [T].
     """
 
     prompt_ids: array[int]
@@ -214,17 +206,13 @@ class Turn:
 def trained_turns(
     renderer: ChatRenderer, conversation: Conversation, *, longest: int
 ) -> tuple[Turn, ...]:
-    """The turns of a conversation that are trained, at least one.
+    """The trained turns of a conversation, at least one; raises Unusable, with the reason to
+    count, if it cannot be trained.
 
     Args:
-        renderer: The chat form of the model that is trained.
+        renderer: The chat form of the trained model.
         conversation: Messages and tools.
-        longest: The most tokens of prompt and completion together; nothing is ever cut off.
-
-    Raises:
-        Unusable: There is no turn to train, one is too long, or the template does not write it as
-            the model would have to.
-        DatasetError: The chat template refuses the conversation, or ends no turn.
+        longest: Maximum number of tokens of prompt and completion together; nothing is cut off.
     """
     turns = []
     for index in conversation.trained:
@@ -246,7 +234,7 @@ def _turn(renderer: ChatRenderer, conversation: Conversation, index: int) -> Tur
             raise Unusable("turn_does_not_follow_its_prompt")
         completion = whole[len(prompt) :]
         reasoning, text = said(messages[index])
-        # A template may leave out what it has no place for; the turn would be another one.
+        # A template may omit what it has no place for; that would be a different turn.
         if reasoning and reasoning.strip() not in completion:
             raise Unusable("reasoning_left_out")
         if not reasoning and "<think>" not in text and text.strip() not in completion:
@@ -259,29 +247,30 @@ def _turn(renderer: ChatRenderer, conversation: Conversation, index: int) -> Tur
     if last < 0 or renderer.decode(ids[last + 1 :]).strip():
         raise DatasetError(
             f"messages[{index}]: the chat template does not end an assistant turn with a special "
-            "token, so a model that is trained on it would never stop; set "
+            "token, so a model trained on it would never stop; set "
             "model.custom_chat_template to one that does"
         )
-    # A template that writes the next turn's line ends behind the last token: no model writes these.
+    # A template that writes the next turn's line ends after the last token: no model writes these.
     return Turn(array("I", prompt_ids), array("I", ids[: last + 1]))
 
 
 # One row of a dataset: the trained turns of each of its conversations. SFT data has one
-# conversation in a row, DPO data two, the better one first.
+# conversation per row, DPO data two, the better one first.
 Example = tuple[tuple[Turn, ...], ...]
 
 
 @dataclass(frozen=True)
 class Examples:
-    """A dataset to train on: `rows == len(used) + sum(left_out.values())`; of recorded rollouts an
+    """A dataset to train on: `rows == len(used) + sum(left_out.values())`. For recorded rollouts an
     example may be a pair of them.
 
     Attributes:
         used: The examples, in the order of their rows.
-        left_out: How many rows, or recorded rollouts, are not used, by reason.
-        tokens_left_out: Sampled tokens of recorded rollouts that no example has, by reason.
+        left_out: Number of unused rows or recorded rollouts, by reason.
+        tokens_left_out: Number of sampled tokens of recorded rollouts that are in no example, by
+            reason.
         held_out: Examples that are not trained and whose loss is logged.
-        not_taken: How many of the recorded rollouts or pairs in `used` no step comes to.
+        not_taken: Number of recorded rollouts or pairs in `used` that no step reaches.
     """
 
     used: tuple[Example, ...]
@@ -292,7 +281,7 @@ class Examples:
 
     @property
     def rows(self) -> dict[str, int]:
-        """How many are used, and how many rows or rollouts are left out by which reason."""
+        """Number of used rows or rollouts, and of dropped ones by reason."""
         late = {"not_taken": self.not_taken} if self.not_taken else {}
         return {"used": len(self.used) - self.not_taken, **self.left_out, **late}
 
@@ -309,13 +298,11 @@ def examples_of(
 
     Args:
         rows: The dataset.
-        renderer: The chat form of the model that is trained.
-        form: Which columns say what.
-        recorded: What a row holds.
-        longest: The most tokens of a prompt and its completion; longer rows are left out whole.
-
-    Raises:
-        DatasetError: A row is not of that form; names the row. Or no row can be used.
+        renderer: The chat form of the trained model.
+        form: Names and types of the columns.
+        recorded: The content of a row.
+        longest: Maximum number of tokens of a prompt and its completion; longer rows are dropped
+            whole.
     """
     used: list[Example] = []
     left_out: Counter[str] = Counter()
@@ -330,7 +317,7 @@ def examples_of(
     if not used:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items()))
         raise DatasetError(
-            f"train_dataset: no row can be trained ({reasons}); docs/recorded_data.md says what "
-            "these mean"
+            f"train_dataset: no row can be trained ({reasons}); see "
+            "docs/recorded_data.md for the reasons"
         )
     return Examples(tuple(used), dict(sorted(left_out.items())))

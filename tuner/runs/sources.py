@@ -1,4 +1,4 @@
-"""What a step trains on, wherever it comes from; and the rollouts of the run's own tasks."""
+"""Sources of training data for a step, and the rollouts of the run's own tasks."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ from tuner.training.likelihood import (
 )
 from tuner.training.trainer import PolicyTrainer
 
-# What a step trains on of rollouts that were recorded before, by the configuration.
+# Training data of a step from recorded rollouts, by the configuration.
 
 
 @dataclass(frozen=True)
 class Comparable:
-    """The groups that can teach something: unlike those that are sampled as a run goes on, they are
-    known before it begins.
+    """Groups that give something to learn from. All are known before the run begins, unlike groups
+    that are sampled during the run.
 
     Attributes:
-        groups: What is trained.
-        held_out: What is not.
-        left_out: By the filters; by the selection; groups whose rewards are all equal, where
-            rewards are compared; and those that no step comes to.
-        used: How many rollouts the others are.
+        groups: The trained ones.
+        held_out: Those that are not trained.
+        left_out: Data removed by the filters, by the selection, because all rewards of a group are
+            equal (if rewards are compared), and because no step reaches it.
+        used: Number of other rollouts.
     """
 
     groups: tuple[Group, ...]
@@ -73,18 +73,12 @@ class Comparable:
 
 
 def comparable(config: RunConfig, history: History) -> Comparable:
-    """What of recorded rollouts an algorithm that learns from rewards, or from a teacher, trains.
-
-    Raises:
-        ConfigError: A source is a log without tokens.
-        DatasetError: The rollouts were recorded with another model, or are fewer groups than a step
-            takes.
-    """
+    """Recorded rollouts for an algorithm that learns from rewards or from a teacher."""
     name = config.algorithm.algorithm_type
     if logs := (*history.rows, *history.held_out_rows):
         raise ConfigError(
-            f"tuner.history.sources: {logs[0].where} has no tokens, and algorithm.algorithm_type "
-            f"{name} learns from the log-probs that tokens were sampled with, which nobody knows: "
+            f"tuner.history.sources: {logs[0].where} has no tokens, but algorithm.algorithm_type "
+            f"{name} needs the log-probs of the sampled tokens: "
             "set it to sft or dpo, or remove that source"
         )
     check_same_tokenizer(config, history)
@@ -95,7 +89,7 @@ def comparable(config: RunConfig, history: History) -> Comparable:
         why = ", ".join(f"{count} {reason}" for reason, count in reasons) or "none"
         raise DatasetError(
             f"tuner.history: {len(groups)} tasks have rollouts to compare but batch_size is "
-            f"{size}: no step can run; lower buffer.batch_size, or record more (rollouts left out: "
+            f"{size}: no step can run; lower buffer.batch_size, or record more (rollouts dropped: "
             f"{why})"
         )
     taken, used = _taken(config, len(groups)), 0
@@ -107,7 +101,7 @@ def comparable(config: RunConfig, history: History) -> Comparable:
 
 
 def without_late(config: RunConfig, examples: Examples) -> Examples:
-    """The same examples, with those that no step comes to counted as left out."""
+    """The same examples; those that no step reaches are counted as dropped."""
     taken = _taken(config, len(examples.used))
     late = [one for index, one in enumerate(examples.used) if index not in taken]
     tokens = sum(len(turn.completion_ids) for one in late for turns in one for turn in turns)
@@ -125,7 +119,7 @@ def _taken(config: RunConfig, rows: int) -> frozenset[int]:
 
 
 def _that_teach(config: RunConfig, group: Group, left_out: LeftOut) -> Group:
-    """The rollouts of a group that can be compared; none where they teach nothing."""
+    """The comparable rollouts of a group; none if they give nothing to learn from."""
     chosen, penalty, members = selection(config), penalty_of(config), list[tuple[Trace, float]]()
     for trace in group:
         reward = reward_of(trace, penalty, needed=chosen.needs_reward)
@@ -144,11 +138,11 @@ def _that_teach(config: RunConfig, group: Group, left_out: LeftOut) -> Group:
 
 
 def _quiet(chosen: Selection, members: Sequence[tuple[Trace, float]]) -> str | None:
-    """Why a group teaches nothing, or None."""
+    """Reason why a group gives nothing to learn from, or None."""
     reason = chosen.reason(members)
     calls = [call for trace, _ in members for call in trace.calls]
     own = any(call.reward is not None or call.gained is not None for call in calls)
-    # Discounted by their turns, equal rewards differ.
+    # With a discount per turn, equal rewards differ.
     compares = chosen.needs_group and not chosen.lone_rewards and not own
     if reason is None and compares and len({reward for _, reward in members}) == 1:
         reason = "equal_rewards"
@@ -158,7 +152,7 @@ def _quiet(chosen: Selection, members: Sequence[tuple[Trace, float]]) -> str | N
 def off_policy_batch(
     config: RunConfig, groups: Sequence[Group], teacher_prompt: TeacherPrompt, *, step: int
 ) -> OffPolicyBatch:
-    """What step `step` trains on of recorded rollouts."""
+    """Training data of step `step` from recorded rollouts."""
     indices = batch_indices(
         step,
         size=config.buffer.batch_size,
@@ -167,7 +161,7 @@ def off_policy_batch(
     )
     section = history_of(config)
     batch = build_batch(
-        # Where an epoch ends inside a step, a group may come twice.
+        # If an epoch ends inside a step, a group may occur twice.
         [trace for index in dict.fromkeys(indices) for trace in groups[index]],
         penalty=penalty_of(config),
         selection=selection(config),
@@ -178,7 +172,7 @@ def off_policy_batch(
 
 
 def held_out_batch(config: RunConfig, groups: Sequence[Group]) -> Batch:
-    """Recorded rollouts that are not trained, as a batch; each counts by itself."""
+    """Held-out recorded rollouts as a batch; each counts by itself."""
     return build_batch(
         [trace for group in groups for trace in group],
         penalty=penalty_of(config),
@@ -188,7 +182,7 @@ def held_out_batch(config: RunConfig, groups: Sequence[Group]) -> Batch:
 
 
 def unused_call(config: RunConfig) -> Callable[[Call], str | None]:
-    """Why a recorded call is not trained, or None."""
+    """Reason why a recorded call is not trained, or None."""
     roles = frozenset(history_of(config).roles)
     return lambda call: untrainable(call) or other_role(call, roles)
 
@@ -199,23 +193,17 @@ def penalty_of(config: RunConfig) -> float | None:
 
 
 def history_of(config: RunConfig) -> HistorySection:
-    """The settings of recorded rollouts, which there are."""
+    """The settings of recorded rollouts, which must be set."""
     assert config.tuner.history is not None, "mode train without them is of rows"
     return config.tuner.history
 
 
-# Calls whose text is looked at.
+# Number of calls whose text is compared.
 SEEN = 8
 
 
 def check_same_tokenizer(config: RunConfig, history: History) -> None:
-    """Refuse ids of another tokenizer: they would mean other text.
-
-    Raises:
-        DatasetError: A token was recorded that the model does not have, or most of the first calls
-            do not read as the agent got them.
-        ModelLoadError: The model has no tokenizer.
-    """
+    """Reject ids of another tokenizer: they would mean different text."""
     path = config.model.model_path
     vocabulary = load_settings(path).get_text_config().vocab_size
     calls = [
@@ -224,40 +212,40 @@ def check_same_tokenizer(config: RunConfig, history: History) -> None:
         for trace in group
         for call in trace.calls
     ]
-    mend = "it was recorded with another model; set model.model_path to one with the same tokenizer"
+    fix = "it was recorded with another model; set model.model_path to one with the same tokenizer"
     largest = max((max(c.prompt_ids + c.completion_ids, default=0) for c in calls), default=0)
     if largest >= vocabulary:
         raise DatasetError(
-            f"tuner.history: a recorded call has the token id {largest}, and the model has "
-            f"{vocabulary} tokens: {mend}"
+            f"tuner.history: a recorded call has the token id {largest}, but the model has "
+            f"{vocabulary} tokens: {fix}"
         )
     renderer = chat_renderer(config, load_tokenizer(path))
     told = [(c, c.response.get("content")) for c in calls if c.invalid is None]
     texts = [(call, said.strip()) for call, said in told if isinstance(said, str) and said.strip()]
     seen = texts[:SEEN]
     other = [(c, said) for c, said in seen if said not in renderer.decode(list(c.completion_ids))]
-    if len(other) > len(seen) / 2:  # of single ones the text may have been mended
+    if len(other) > len(seen) / 2:  # the text of a single call may have been repaired
         call, said = other[0]
         raise DatasetError(
-            f"tuner.history: a recorded answer is {said!r:.60}, and its tokens are "
-            f"{renderer.decode(list(call.completion_ids))!r:.60} for this model: {mend}"
+            f"tuner.history: a recorded answer is {said!r:.60}, but this model decodes its tokens "
+            f"as {renderer.decode(list(call.completion_ids))!r:.60}: {fix}"
         )
 
 
 Task = dict[str, Any]
 Weigh = Callable[[Batch], Awaitable[Effective]]
-"""What the samples of a batch are worth to the weights that it trains."""
+"""Effective sample sizes for the weights that train the batch."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a step trains on, and what there is to say of it before it is trained.
+    """Training data of a step, and its metrics before the update.
 
     Attributes:
-        batch: Rows with rewards, or rows of recorded data; may be empty of rollouts.
+        batch: Rows with rewards, or rows of recorded data; may have no rollouts.
         metrics: By name.
-        traces: Of rollouts every attempt; None for recorded data.
-        worth: Of samples of another run's weights, what they are worth to those that are trained.
+        traces: Every attempt of the rollouts; None for recorded data.
+        worth: Effective sample size for the trained weights, if another run's weights sampled.
     """
 
     batch: Batch | RecordedBatch
@@ -266,7 +254,8 @@ class Found:
     worth: Effective | None = None
 
     def seconds(self, idle: float, training: float, sync: float) -> dict[str, float]:
-        """Where the time of a step went: waiting for it, its update, giving the engine weights."""
+        """Seconds of a step by use: waiting for data, the update, the transfer of weights to the
+        engine."""
         whole = idle + training + sync
         if self.traces is None:
             return {
@@ -279,48 +268,48 @@ class Found:
 
 
 class Source(Protocol):
-    """Where a step's training data comes from."""
+    """Source of a step's training data."""
 
     rows: Mapping[str, int] = {}
-    """Of recorded data how many rows are used, and how many are left out by which reason."""
+    """For recorded data, number of rows that are used, and that are dropped, by reason."""
 
     async def take(self, step: int, version: int, weigh: Weigh) -> Found:
-        """What step `step` trains, whose weights have seen `version` updates."""
+        """Training data of step `step`; the weights have had `version` updates."""
 
     def advance(self, step: int) -> dict[str, float]:
-        """Step `step` is trained; metrics of what is under way."""
+        """Called after step `step` is trained; returns metrics of the rollouts in progress."""
         return {}
 
     def held_out(self, trainer: PolicyTrainer) -> dict[str, float]:
-        """The loss of what is recorded and not trained; none where nothing is held out."""
+        """Loss of the held-out recorded data; empty if nothing is held out."""
         return {}
 
     def nothing_left(self, metrics: Mapping[str, float]) -> str | None:
-        """Why the run is complete before its last step; None where there is something to learn.
+        """Reason why the run is complete before its last step; None if there is something to learn.
 
         Args:
-            metrics: Those of a step that is not logged yet; empty: all are.
+            metrics: Those of a step that is not logged yet; empty if all are.
         """
         return None
 
     def diagnosis(self, *, without_update: bool) -> str | None:
-        """Why the run has to stop, after a step is logged; None where it continues, which is said
-        where the latest steps had nothing to learn from.
+        """Reason why the run has to stop, after a step is logged; None if it continues. Prints a
+        warning if the latest steps had nothing to learn from.
 
         Args:
-            without_update: The run has come to its end, and the weights are what they were.
+            without_update: The run is at its end, and the weights have not changed.
         """
         return None
 
     async def close(self) -> None:
-        """End what is under way."""
+        """Stop what is in progress."""
 
 
 class RolloutSource(Source):
-    """Rollouts of the run's own tasks, collected ahead where that is allowed.
+    """Rollouts of the run's own tasks, collected in advance if that is allowed.
 
     Args:
-        context: Tokens of prompt and answer together, at most.
+        context: Maximum number of tokens of prompt and answer together.
     """
 
     def __init__(
@@ -348,7 +337,7 @@ class RolloutSource(Source):
         self._begin(record.start)
 
     def _begin(self, start: int) -> None:
-        """Go on after step `start` with what is on disk."""
+        """Resume after step `start` with the data on disk."""
         config, directory = self._config, self._record.directory
         self._branching = branching_of(config, self._rollouts.runner, directory.branching)
         self._curriculum = None
@@ -426,8 +415,8 @@ class RolloutSource(Source):
         return Found(batch, metrics, traces)
 
     def _say_advice(self) -> None:
-        """What to mend of the selector; and where rollouts should begin by what was seen, whenever
-        that changes."""
+        """Print advice: fixes for the selector, and where rollouts should begin; repeated when it
+        changes."""
         notice = self._curriculum.notice() if self._curriculum is not None else None
         if notice is not None and not self._notice_said:
             self._notice_said = True
@@ -447,14 +436,14 @@ class RolloutSource(Source):
         return {"groups/waiting": waiting, "rollouts/running": running}
 
     def nothing_left(self, metrics: Mapping[str, float]) -> str | None:
-        # A step that trains nothing, as in `mode: explore` or without rewards, is no solved one.
+        # A step that trains nothing, as in `mode: explore` or without rewards, is not a solved one.
         patience = self._config.tuner.signal_patience
         return self._record.signal.after(metrics).nothing_left(patience)
 
     def diagnosis(self, *, without_update: bool) -> str | None:
         record, signal, latest = self._record, self._record.signal, self._latest
         completed = any(trace.outcome is Outcome.COMPLETED for trace in latest)
-        if self._config.mode == "explore" and completed:  # what is recorded is the result
+        if self._config.mode == "explore" and completed:  # the recorded rollouts are the result
             return None
         patience, settings = self._config.tuner.signal_patience, self._call_settings
         if signal.quiet < patience and not without_update:
@@ -477,7 +466,7 @@ class RolloutSource(Source):
 
 
 def _oldest(config: RunConfig) -> int:
-    """Updates by which a token that is trained may be older than the weights it trains."""
+    """Maximum age of a trained token, in updates."""
     limit = config.algorithm.sample_strategy_args.max_staleness
     return config.synchronizer.sync_offset if limit is None else limit
 
@@ -492,11 +481,11 @@ def _dropped(tokens: Mapping[str, int]) -> dict[str, float]:
     return {f"tokens/dropped/{reason}": count for reason, count in tokens.items() if count}
 
 
-# What a step trains on of what was recorded before: rows of conversations, or whole rollouts.
+# Training data of a step from recorded data: rows of conversations, or whole rollouts.
 
 
 class RowSource(Source):
-    """Rows of recorded conversations or pairs, in the order that `data_selector` says."""
+    """Rows of recorded conversations or pairs, in the order set by `data_selector`."""
 
     def __init__(self, config: RunConfig, record: RunRecord, examples: Examples) -> None:
         self._config = config
@@ -509,14 +498,14 @@ class RowSource(Source):
             used = len(examples.used)
             every = "" if of_rollouts else f" of {used + sum(examples.left_out.values())}"
             record.console.say(
-                f"{used}{every} rows are trained; left out: {reasons} (docs/recorded_data.md)"
+                f"{used}{every} rows are trained; dropped: {reasons} (docs/recorded_data.md)"
             )
 
     async def take(self, step: int, version: int, weigh: Weigh) -> Found:
         size = self._config.buffer.batch_size
         self._record.console.begin(f"step {step}", size, step=step, of="rows")
         batch = batch_of(self._config, self._examples, step=step)
-        # Nothing is sampled and nothing of a row that is used is left out.
+        # Nothing is sampled, and used rows are trained completely.
         sampled = {"rows/trained": size, "tokens/sampled": batch.trained_tokens}
         metrics = {**sampled, **tree_metrics(batch.rows)}
         left_out = self._examples.tokens_left_out if step == 1 else {}
@@ -531,11 +520,11 @@ class RowSource(Source):
 
 
 class TraceSource(Source):
-    """Groups of rollouts that were recorded before, in the order that `data_selector` says.
+    """Groups of recorded rollouts, in the order set by `data_selector`.
 
-    Tokens of a step are those of the rollouts that it takes, so those of a second epoch count
-    again. What no step takes is counted with the first: the filters' before, and groups that come
-    to nothing (`comparable`).
+    Tokens of a step are those of the rollouts that it uses, so those of a second epoch count again.
+    Tokens that no step uses count in the first step: those removed by the filters, and those of
+    groups without anything to learn from (`comparable`).
     """
 
     def __init__(
@@ -556,7 +545,7 @@ class TraceSource(Source):
         reasons = ", ".join(f"{n} {why}" for why, n in sorted(left_out.rollouts.items()))
         record.console.say(
             f"{rollouts} recorded rollouts of {len(self._groups)} tasks are trained"
-            + (f"; left out: {reasons} (docs/recorded_data.md)" if reasons else "")
+            + (f"; dropped: {reasons} (docs/recorded_data.md)" if reasons else "")
         )
 
     async def take(self, step: int, version: int, weigh: Weigh) -> Found:
@@ -577,7 +566,7 @@ class TraceSource(Source):
             return None
         return (
             "No step gave anything to learn from: no call of the recorded rollouts could be "
-            "trained; tokens/dropped in metrics.jsonl says why"
+            "trained; see tokens/dropped in metrics.jsonl for the reasons"
         )
 
     async def close(self) -> None:
@@ -585,7 +574,7 @@ class TraceSource(Source):
 
 
 def _with_left_out(metrics: dict[str, float], tokens: Mapping[str, int]) -> dict[str, float]:
-    """The numbers of a step, with sampled tokens that no step takes."""
+    """The metrics of a step, with the sampled tokens that no step uses."""
     found = dict(metrics)
     for reason, count in tokens.items():
         name = f"tokens/dropped/{reason}"
@@ -599,7 +588,7 @@ def _named(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def batch_of(config: RunConfig, examples: Examples, *, step: int) -> RecordedBatch:
-    """What step `step` trains on of recorded data."""
+    """Training data of step `step` from recorded data."""
     indices = batch_indices(
         step,
         size=config.buffer.batch_size,
@@ -609,16 +598,12 @@ def batch_of(config: RunConfig, examples: Examples, *, step: int) -> RecordedBat
     return RecordedBatch.of([turns for index in indices for turns in examples.used[index]])
 
 
-# What a run trains on: tasks, rows or pairs as token ids, or groups of recorded rollouts.
+# Training data of a run: tasks, rows or pairs as token ids, or groups of recorded rollouts.
 Data = Sequence[Task] | Examples | Comparable
 
 
 def training_data(config: RunConfig, rows: Sequence[Task], history: History | None) -> Data:
-    """What a run trains on, read and checked.
-
-    Raises:
-        ModelLoadError, DatasetError, ConfigError: As `read_examples` and `comparable`.
-    """
+    """Read and check the training data of a run."""
     if config.mode != "train":
         return rows
     if history is not None and ALGORITHMS[config.algorithm.algorithm_type].recorded is None:
@@ -627,7 +612,7 @@ def training_data(config: RunConfig, rows: Sequence[Task], history: History | No
 
 
 def units(data: Data) -> int:
-    """How many tasks, rows or groups there are, of which a step takes `buffer.batch_size`."""
+    """Number of tasks, rows or groups, of which a step uses `buffer.batch_size`."""
     if isinstance(data, Examples):
         return len(data.used)
     return len(data.groups if isinstance(data, Comparable) else data)
@@ -636,18 +621,12 @@ def units(data: Data) -> int:
 def read_examples(
     config: RunConfig, rows: Sequence[Task], history: History | None = None
 ) -> Examples:
-    """The rows of the recorded data as token ids of the model that is trained.
+    """Rows of recorded data as token ids of the trained model.
 
     Args:
         config: The effective configuration.
         rows: A dataset.
-        history: Rollouts that were recorded before, in its place.
-
-    Raises:
-        ModelLoadError: The model has no tokenizer.
-        DatasetError: A row is not of the form that the configuration says, or fewer rows than one
-            step takes can be trained; or rollouts were recorded with another model.
-        ConfigError: `max_model_len` is more than the model has positions.
+        history: Recorded rollouts, in its place.
     """
     recorded = ALGORITHMS[config.algorithm.algorithm_type].recorded
     assert recorded is not None, "other algorithms learn from rewards"

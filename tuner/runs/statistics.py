@@ -1,29 +1,30 @@
-"""Bets against hypotheses about a difference: what is won is the evidence against them.
+"""Bets against hypotheses about a difference: the winnings are the evidence against them.
 
-Of a series of scores with mean mu, each hypothesis "mu <= m" has a gambler who bets against it
+For a series of scores with mean mu, each hypothesis "mu <= m" has a gambler who bets against it
 (Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting", JRSS-B 86(1),
 2024, arXiv 2010.09686):
 
     K_t(m) = sum_k w_k prod_{i<=t} (1 + lambda_ik (score_i - m)),      lambda_ik >= 0
 
-where lambda_ik depends on nothing but earlier scores. Where the hypothesis is true this is a
-supermartingale that begins at 1, so it ever reaches 1 / alpha with a chance of alpha at most
-(Ville's inequality): K is an e-value at every look. The m that were ever refuted end at a lower
-bound that holds at every look; bets on the other side give the upper one.
+where lambda_ik depends only on earlier scores. If the hypothesis is true, this is a supermartingale
+that begins at 1, so it ever reaches 1 / alpha with probability at most alpha (Ville's inequality):
+K is an e-value at every look. The refuted m end at a lower bound that holds at every look; bets on
+the other side give the upper bound.
 
-The score of a session that a coin of chance p gave to the candidate (else to what serves) is
+The score of a session that was assigned to the candidate with probability p (else to the serving
+model) is
 
     score_i = (reward_i - c_i) * (1 / p  if the candidate's, else  -1 / (1 - p))
 
 with c_i the mean reward of all earlier sessions of both arms (the augmented inverse-probability
 score with a predictable baseline: Waudby-Smith, Wu, Ramdas, Karampatziakis and Mineiro,
 "Anytime-valid off-policy inference for contextual bandits", arXiv 2210.10768). Its mean is
-candidate - serving whatever c is, and its variance is that of the difference of the arms' means,
-times the sessions: nothing is lost to a test that compares the means.
+candidate - serving for any c, and its variance is that of the difference of the arms' means, times
+the number of sessions: nothing is lost compared with a test of the means.
 
-What is bet is lambda_k = k * target / E[score^2]: with k = 1, the bet that grows fastest if the
-target is the difference, as in Wald's sequential probability ratio test; smaller and larger k with
-a part of the wealth each are there for a target that was wrong.
+The bets are lambda_k = k * target / E[score^2]. With k = 1 the bet grows fastest if the target is
+the true difference, as in Wald's sequential probability ratio test; smaller and larger k, each with
+a part of the wealth, cover a wrong target.
 """
 
 from __future__ import annotations
@@ -43,27 +44,28 @@ Floats = NDArray[np.float64]
 
 _BETS = np.array([0.0, 0.25, 0.5, 1.0, 2.0, 4.0])
 _WEIGHTS_SB = np.array([[0.2, 0.04, 0.12, 0.4, 0.16, 0.08], [0.0, 0.05, 0.15, 0.5, 0.2, 0.1]])
-"""Multiples of the bet that the target asks for, and the wealth that begins with each, by side.
-Against "at most m" a fifth is never bet: it takes a few more sessions, and what happens by chance
-stays clear of alpha."""
+"""Multiples of the target's bet, and the initial wealth of each, by side. Against "at most m" a
+fifth is never bet: this takes a few more sessions, and keeps the error by chance clear of
+alpha."""
 _MOST = 0.8
-"""Of its wealth a gambler never bets more than this against the worst that may come."""
+"""Maximum share of the wealth that is bet against the worst possible score."""
 _BELIEVED = 4
-"""For as many sessions the score's spread counts as the largest that is usual."""
+"""Number of sessions for which the spread of scores counts as the largest usual one."""
 _LARGEST, _SMALLEST = 1e300, 1e-200
-"""Wealth above is cut and below lost: what is proven is proven, and processors slow down there."""
+"""Wealth above the first is cut, below the second is lost: proven is proven, and processors are
+slow with such numbers."""
 
 
 class Evidence:
-    """The wealth of the bets against M hypotheses in D comparisons at once.
+    """Wealth of the bets against M hypotheses in D comparisons at once.
 
     Axes: D comparisons, M hypotheses, S sides (0: the difference is at most m; 1: at least m),
-    B bets. Rewards and differences are parts of the range.
+    B bets. Rewards and differences are fractions of the range.
 
     Args:
         hypotheses_M: The m.
-        target: The distance of the mean from a hypothesis that bets are made for.
-        spread: The mean square of scores that is usual at most, for the first bets.
+        target: Distance of the mean from a hypothesis for which the bets are optimal.
+        spread: Largest usual mean square of scores, for the first bets.
         comparisons: D.
     """
 
@@ -75,47 +77,47 @@ class Evidence:
         self.wealth_DMSB = np.broadcast_to(_WEIGHTS_SB, (*shape, len(_BETS))).copy()
         self.peak_DMS = np.ones(shape)  # the largest e-values so far
         self.sessions = 0
-        self.rewards_D = np.full(comparisons, 0.5)  # with one session in the middle of the range
+        self.rewards_D = np.full(comparisons, 0.5)  # counts one session in the middle of the range
         self.scores_D = np.zeros(comparisons)
         self.squares_D = np.full(comparisons, _BELIEVED * spread)
         self._target = target
 
     @property
     def bets_DB(self) -> Floats:
-        """What is bet next, where the worst that may come allows it."""
+        """The next bets, limited by the worst possible score."""
         bets_DB: Floats = (self._target / self.spread_D)[:, None] * _BETS
         return bets_DB
 
     @property
     def spread_D(self) -> Floats:
-        """The mean square of the scores."""
+        """Mean square of the scores."""
         spread: Floats = self.squares_D / (_BELIEVED + self.sessions)
         return spread
 
     @property
     def e_DMS(self) -> Floats:
-        """The e-value against each hypothesis, now."""
+        """Current e-value against each hypothesis."""
         e_values: Floats = self.wealth_DMSB.sum(axis=-1)
         return e_values
 
     def add_sessions(self, candidate_D: NDArray[np.bool_], reward_D: Floats, share: float) -> None:
-        """One session of each comparison.
+        """Add one session to each comparison.
 
         Args:
             candidate_D: Whether it was the candidate's.
             reward_D: Its reward.
-            share: The chance that it would be.
+            share: Probability that it was assigned to the candidate.
         """
         centre_D = self.rewards_D / (1 + self.sessions)
         score_D = (reward_D - centre_D) * np.where(candidate_D, 1 / share, -1 / (1 - share))
         self.rewards_D += reward_D
-        # Of the candidate's rewards 0 and 1, and of those of what serves.
+        # For the candidate's rewards 0 and 1, and for those of the serving model.
         lowest_D = -np.maximum(centre_D / share, (1 - centre_D) / (1 - share))
         highest_D = np.maximum((1 - centre_D) / share, centre_D / (1 - share))
         self._add(score_D, lowest_D, highest_D)
 
     def add_pairs(self, difference_D: Floats) -> None:
-        """One pair of each comparison: the candidate's reward less that of what serves."""
+        """Add one pair to each comparison: the candidate's reward minus the serving model's."""
         self._add(difference_D, np.full_like(difference_D, -1.0), np.ones_like(difference_D))
 
     def _add(self, score_D: Floats, lowest_D: Floats, highest_D: Floats) -> None:
@@ -139,14 +141,15 @@ class Evidence:
         self.sessions += 1
 
 
-# Is a candidate better than what serves? A decision that holds however often one looks.
+# Sequential test whether a candidate is better than the serving model; valid however often one
+# looks.
 #
-# Bets against "the candidate is not better than by the margin" and against "it is better by the
-# effect that is worth finding" decide, session by session: promote, keep what serves, or not yet.
+# Bets against "the candidate is not better by more than the margin" and against "it is better by
+# the effect worth finding" decide after each session: promote, keep the serving model, or not yet.
 #
-# What is assumed: rewards within the stated range; the arm of a session is drawn by a coin of known
-# chance before anything of the session is known, and the chance may change from session to session;
-# the difference stays what it is, while the rewards of both arms may drift together.
+# Assumptions: rewards are within the stated range; each session is assigned to an arm at random,
+# with a known probability, before anything about the session is known (the probability may change
+# between sessions); the difference is constant, while the rewards of both arms may drift together.
 
 
 Arm = Literal["serving", "candidate"]
@@ -154,23 +157,23 @@ Verdict = Literal["promote", "keep", "not yet"]
 
 _CALLED = {"serving": "what serves", "candidate": "the candidate"}
 _FINE, _REACH, _COARSE = 12, 5, 40
-"""Grid of the bounds: so many points an effect, so many effects around, and over the range."""
+"""Grid of the bounds: points per effect, number of effects around, and points over the range."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be proven, and how surely.
+    """The hypotheses and the error probabilities of a test.
 
     Attributes:
-        effect: The difference in reward that is worth finding: where it is true, the candidate is
-            promoted with a chance of `power`.
-        low, high: Between these lies every reward.
-        alpha: The chance of a promotion that is wrong is at most this, however often one looks.
-        power: The chance to keep what serves although the candidate is better by `effect` is at
-            most 1 - power.
-        margin: A promotion needs a difference above this; negative: the candidate may be so much
-            worse (it is cheaper, say).
-        share: The chance that a session is the candidate's.
+        effect: The difference in reward that is worth finding: if it is true, the candidate is
+            promoted with probability `power`.
+        low, high: Range of the rewards.
+        alpha: Maximum probability of a wrong promotion, however often one looks.
+        power: The probability of keeping the serving model although the candidate is better by
+            `effect` is at most 1 - power.
+        margin: A promotion needs a difference above this. Negative: the candidate may be worse by
+            this much (because it is cheaper, for example).
+        share: Probability that a session is the candidate's.
     """
 
     effect: float
@@ -188,16 +191,16 @@ class Plan:
         if self.low >= self.high:
             raise ProofError(f"plan: low {self.low} is not below high {self.high}")
         if not 0 < self.alpha < 0.5:
-            raise ProofError(f"plan: alpha {self.alpha} is not between 0 and 0.5, as 0.05")
+            raise ProofError(f"plan: alpha {self.alpha} is not between 0 and 0.5; use 0.05")
         if not 0.5 <= self.power < 1:
-            raise ProofError(f"plan: power {self.power} is not between 0.5 and 1, as 0.8")
+            raise ProofError(f"plan: power {self.power} is not between 0.5 and 1; use 0.8")
         if not 0 < self.share < 1:
-            raise ProofError(f"plan: share {self.share} is not between 0 and 1, as 0.5")
+            raise ProofError(f"plan: share {self.share} is not between 0 and 1; use 0.5")
         if not -self.range < self.margin < self.effect < self.range:
             raise ProofError(
-                f"plan: effect {self.effect} and margin {self.margin} do not go together: margin "
-                f"is below effect, and both are differences of rewards in "
-                f"[{self.low:g}, {self.high:g}], of less than {self.range:g}"
+                f"plan: effect {self.effect} and margin {self.margin} do not fit together: margin "
+                f"must be below effect, and both are differences of rewards in "
+                f"[{self.low:g}, {self.high:g}], so less than {self.range:g}"
             )
 
     @property
@@ -205,24 +208,21 @@ class Plan:
         return self.high - self.low
 
     def scaled(self, reward: float, whose: str) -> float:
-        """A reward as a part of the range.
-
-        Raises:
-            ProofError: It is outside.
-        """
+        """A reward as a fraction of the range; raises ProofError if it is outside."""
         if not self.low <= reward <= self.high:  # nan included
             raise ProofError(
-                f"reward {reward} of {whose} is outside of the plan's range [{self.low:g}, "
-                f"{self.high:g}]: the proof holds for rewards within a range that is stated "
-                "before; state one that holds all rewards that can come"
+                f"reward {reward} of {whose} is outside the plan's range [{self.low:g}, "
+                f"{self.high:g}]: the proof needs a range that is stated in advance; state one "
+                "that covers all possible rewards"
             )
         return (reward - self.low) / self.range
 
     def fixed_horizon(self, serving_sd: float, candidate_sd: float) -> int:
-        """Sessions of both arms that a test with one look needs: the one-sided two-sample z-test.
+        """Sessions of both arms needed by a test with one look: the one-sided two-sample z-test.
 
         Args:
-            serving_sd, candidate_sd: Standard deviations of the arms' rewards, which it must know.
+            serving_sd, candidate_sd: Standard deviations of the arms' rewards, which this test must
+                know.
         """
         spread = candidate_sd**2 / self.share + serving_sd**2 / (1 - self.share)
         z = NormalDist().inv_cdf(1 - self.alpha) + NormalDist().inv_cdf(self.power)
@@ -232,11 +232,11 @@ class Plan:
 def evidence_of(
     plan: Plan, hypotheses_M: Floats, *, comparisons: int = 1, paired: bool = False
 ) -> Evidence:
-    """No evidence yet: the bets that a plan asks for.
+    """Evidence before the first session, with the bets of a plan.
 
     Args:
-        hypotheses_M: Differences, as parts of the range.
-        comparisons: How many are watched at once.
+        hypotheses_M: Differences, as fractions of the range.
+        comparisons: Number of simultaneous comparisons.
         paired: Whether they are of pairs.
     """
     arms = 1 / plan.share + 1 / (1 - plan.share)
@@ -250,21 +250,21 @@ def evidence_of(
 
 @dataclass(frozen=True)
 class Decision:
-    """What is proven so far.
+    """Result so far.
 
     Attributes:
-        verdict: "promote": the difference is above the margin. "keep": it is below the effect that
-            is worth finding, or the candidate is worse. Else "not yet".
-        estimate: The difference, candidate less serving; the mean score, which has no bias
-            although the chance of the arms, or the rewards of both, change in the meantime.
-        lower: The difference is above this, with a chance of alpha to be wrong at any look.
-        upper: And below this, with a chance of 1 - power to be wrong at any look.
-        sessions: How many there are, of both arms; pairs of an evaluation.
-        expected_more: How many more a verdict takes if the difference is as it looks now; 0 where
-            there is one, None where none is in sight.
+        verdict: "promote": the difference is above the margin. "keep": it is below the effect
+            worth finding, or the candidate is worse. Else "not yet".
+        estimate: The difference, candidate minus serving: the mean score, which is unbiased even if
+            the probability of the arms or the rewards of both change in the meantime.
+        lower: The difference is above this; wrong at any look with probability at most alpha.
+        upper: The difference is below this; wrong at any look with probability at most 1 - power.
+        sessions: Number of sessions of both arms, or of pairs of an evaluation.
+        expected_more: Expected number of further sessions until a verdict if the difference is the
+            current estimate; 0 if there is a verdict, None if none is in sight.
         text: The same in a sentence.
-        e_value: Wealth of the bets against "not above the margin": it is above E with a chance of
-            1 / E at most where that is true.
+        e_value: Wealth of the bets against "not above the margin"; if that is true, it is above E
+            with probability at most 1 / E.
         p_value: A p-value that holds at every look: 1 / the largest e-value so far.
     """
 
@@ -280,7 +280,7 @@ class Decision:
 
 
 class Comparison:
-    """A candidate and what serves, session by session.
+    """Compares a candidate with the serving model, session by session.
 
         comparison = Comparison(Plan(effect=0.05))
         comparison.add("candidate", 1.0)
@@ -288,7 +288,7 @@ class Comparison:
         comparison.decision().verdict
 
     Args:
-        plan: What is to be proven.
+        plan: The test.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -298,16 +298,16 @@ class Comparison:
         self._of_arms = {arm: [0.0, 0.0] for arm in _CALLED}
 
     def add(self, arm: Arm, reward: float, *, share: float | None = None) -> None:
-        """A session that was judged.
+        """Add a judged session.
 
         Args:
-            arm: Whose it was, by a coin that was thrown before it began.
+            arm: Its arm, drawn at random before the session began.
             reward: Its reward.
-            share: The chance that it would be the candidate's; the plan's if not given.
+            share: Probability that it was assigned to the candidate; the plan's by default.
 
         Raises:
-            ProofError: The reward is outside of the plan's range, the share no chance, the arm none
-                of the two, or there are pairs.
+            ProofError: The reward is outside the plan's range, the share is not a probability, the
+                arm is unknown, or the comparison has pairs.
         """
         if arm not in _CALLED:
             raise ProofError(f"arm {arm!r} is neither 'serving' nor 'candidate'")
@@ -320,12 +320,12 @@ class Comparison:
         self._count(arm, reward)
 
     def add_pair(self, serving: float, candidate: float) -> None:
-        """The rewards of both on one task, or their means over its rollouts.
+        """Add the rewards of both arms on one task, or their means over its rollouts.
 
-        Tasks come in an order that has nothing to do with their rewards.
+        The order of the tasks must not depend on their rewards.
 
         Raises:
-            ProofError: A reward is outside of the plan's range, or there are single sessions.
+            ProofError: A reward is outside the plan's range, or the comparison has single sessions.
         """
         scaled = self.plan.scaled(candidate, _CALLED["candidate"])
         scaled -= self.plan.scaled(serving, _CALLED["serving"])
@@ -335,7 +335,7 @@ class Comparison:
         self._count("candidate", candidate)
 
     def decision(self) -> Decision:
-        """What the sessions so far prove."""
+        """Decision after the sessions so far."""
         plan, evidence = self.plan, self._evidence
         lower, upper = self._bounds()
         at_margin, at_effect = self._places()
@@ -359,7 +359,7 @@ class Comparison:
         )
 
     def state(self) -> dict[str, Any]:
-        """All that is known, as JSON."""
+        """The complete state, as JSON."""
         evidence = self._evidence
         return {
             "plan": asdict(self.plan),
@@ -375,10 +375,10 @@ class Comparison:
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> Comparison:
-        """A comparison as it was when `state` was asked for.
+        """Restore a comparison from its `state`.
 
         Raises:
-            ProofError: That was not by this version.
+            ProofError: Another version wrote it.
         """
         comparison = cls(Plan(**state["plan"]))
         if state["paired"] is not None:
@@ -388,8 +388,8 @@ class Comparison:
         wealth_DMSB = np.array(state["wealth"])
         if wealth_DMSB.shape != evidence.wealth_DMSB.shape:
             raise ProofError(
-                "the comparison was stored by another version of tuner, which bet otherwise: "
-                "begin it anew"
+                "the comparison was stored by another version of tuner, which used other bets: "
+                "start a new one"
             )
         evidence.wealth_DMSB, evidence.peak_DMS = wealth_DMSB, np.array(state["peak"])
         evidence.sessions = int(state["sessions"])
@@ -404,8 +404,8 @@ class Comparison:
             self._evidence = evidence_of(self.plan, _grid(self.plan), paired=paired)
         elif self._paired != paired:
             raise ProofError(
-                "a comparison is of pairs (add_pair) or of single sessions (add), and this one has "
-                f"{'pairs' if self._paired else 'sessions'}: make another one"
+                "a comparison has either pairs (add_pair) or single sessions (add), and this one "
+                f"has {'pairs' if self._paired else 'sessions'}: create another one"
             )
 
     def _count(self, arm: str, reward: float) -> None:
@@ -422,14 +422,15 @@ class Comparison:
         return float(lower), float(upper)
 
     def _places(self) -> tuple[int, int]:
-        """Where margin and effect are among the hypotheses."""
+        """Indices of margin and effect among the hypotheses."""
         plan, grid_M = self.plan, self._evidence.hypotheses_M
         margin, effect = plan.margin / plan.range, plan.effect / plan.range
         return int(np.searchsorted(grid_M, margin)), int(np.searchsorted(grid_M, effect))
 
     def _expected_more(self) -> int | None:
-        """Sessions until what is bet best wins, if the difference is the estimate, drawn to the
-        planned effect while there are few sessions; about right, and more rather than less."""
+        """Sessions until the best bet wins if the difference is the estimate, which is shrunk
+        towards the planned effect while there are few sessions; approximate, and rather too
+        large than too small."""
         plan, evidence = self.plan, self._evidence
         margin, effect = plan.margin / plan.range, plan.effect / plan.range
         spread, bets_B = float(evidence.spread_D[0]), evidence.bets_DB[0]
@@ -468,7 +469,7 @@ class Comparison:
             if upper <= 0
             else f"the candidate is not better by {plan.effect:g}",
             "not yet": "nothing is proven"
-            + (f"; about {more} more would do" if more else "; no end is in sight"),
+            + (f"; about {more} more are expected to decide" if more else "; no end is in sight"),
         }[verdict]
         return (
             f"{verdict}: {said}. Difference {estimate:+.4f}, above {lower:+.4f} "
@@ -478,7 +479,7 @@ class Comparison:
 
 
 def _grid(plan: Plan) -> Floats:
-    """The m, as parts of the range, in order; margin and effect are among them."""
+    """The m, as fractions of the range, in order; includes margin and effect."""
     margin, effect = plan.margin / plan.range, plan.effect / plan.range
     near = np.arange(-_REACH * _FINE, (_REACH + 1) * _FINE + 1) / _FINE
     fine = margin + (effect - margin) * near

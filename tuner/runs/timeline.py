@@ -1,11 +1,11 @@
-"""Where the time of a run goes, as a trace that Perfetto and chrome://tracing open.
+"""Timeline of a run, as a trace that Perfetto and chrome://tracing open.
 
-`timeline.json` is Chrome's JSON array of events, written as things end; its closing bracket, which
-the format lets one leave out, is never written, so a killed run leaves a file that opens and the
-next part of the run appends to it. Times are microseconds of Unix time.
+`timeline.json` is Chrome's JSON array of events, written as things end. Its closing bracket, which
+the format allows to omit, is never written, so a killed run leaves a readable file and a resumed
+run appends to it. Times are microseconds of Unix time.
 
-Rows of the process "trainer" are what the loop does; each row of "rollouts" holds one rollout at a
-time, with its answers and its judge inside it.
+Rows of the process "trainer" are the activities of the loop; each row of "rollouts" holds one
+rollout at a time, with its answers and its judge inside it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class Timeline:
     """Appends to one file.
 
     Args:
-        path: `timeline.json`; opened when there is something to write.
+        path: `timeline.json`; opened at the first event.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: TextIO | None = None
-        self._busy_until: list[float] = []  # of each row of rollouts, Unix seconds
+        self._busy_until: list[float] = []  # end of each row of rollouts, Unix seconds
 
     @contextmanager
     def span(self, name: str, **args: Any) -> Iterator[None]:
-        """Something that the loop does while the block runs."""
+        """Record an activity of the loop while the block runs."""
         started = time()
         try:
             yield
@@ -45,7 +45,7 @@ class Timeline:
             self._span(_TRAINER, 0, name, started, time() - started, args)
 
     def rollout(self, trace: Trace) -> None:
-        """An attempt at a rollout, when it has ended."""
+        """Record an attempt at a rollout after its end."""
         if not trace.started:
             return
         workflow = trace.seconds.get("workflow", 0.0)
@@ -104,7 +104,7 @@ class Timeline:
 
 
 def _answering(calls: tuple[Call, ...]) -> Iterator[tuple[float, float, list[Call]]]:
-    """Stretches in which at least one call was in flight, with the calls that began in each."""
+    """Intervals in which at least one call was in flight, with the calls that began in each."""
     stretch: list[Call] = []
     end = 0.0
     for call in sorted(calls, key=lambda call: call.started):

@@ -1,4 +1,4 @@
-"""The trackers that users already have: metrics, and some traces as a table, for each of them."""
+"""Experiment trackers: send metrics, and a table of some traces, to each of them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Row: TypeAlias = dict[str, Any]
 
 @dataclass(eq=False)
 class Tracker:
-    """A library's run.
+    """A run in a tracker's library.
 
     Attributes:
-        log_step: Gets a step's metrics and the step.
-        log_table: Gets a table's name, its rows, all with the same keys, and the step.
-        end: Ends it; gets whether the run came to its end.
-        samples: How many traces a table has; 0: there are none.
+        log_step: Takes a step's metrics and the step.
+        log_table: Takes a table's name, its rows, all with the same keys, and the step.
+        end: Ends it; takes whether the run completed.
+        samples: Number of traces in a table; 0 for no tables.
     """
 
     log_step: Callable[[dict[str, float], int], object]
@@ -38,18 +38,18 @@ class Tracker:
     samples: int = 8
 
     def show(self, step: int, name: str, traces: Sequence[Trace]) -> None:
-        """Send a table of the first traces, by task and rollout."""
+        """Send a table of the first traces, ordered by task and rollout."""
         first = sorted((t for t in traces if t.final), key=lambda t: t.id)[: self.samples]
         if first:
             self.log_table(f"samples/{name}", [_row(trace) for trace in first], step)
 
 
 LONGEST = 4000
-"""Characters of a cell; of a longer text the middle is left out."""
+"""Maximum number of characters of a cell; longer texts lose their middle."""
 
 
 def _row(trace: Trace) -> Row:
-    """A trace as people read it: what was asked, what was said, and what it was worth."""
+    """A trace in readable form: the prompt, the answer, the reward."""
     last = trace.calls[-1] if trace.calls else None
     said = [] if last is None else [*last.messages, last.response or {}]
     return {
@@ -81,7 +81,7 @@ def _shortened(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[:half]} [...] {text[-half:]}"
 
 
-# What of `monitor_args` a library takes from the environment only.
+# Arguments in `monitor_args` that a library reads only from the environment.
 _VARIABLES = {
     "tensorboard": {},
     "wandb": {"api_key": "WANDB_API_KEY", "base_url": "WANDB_BASE_URL"},
@@ -91,7 +91,7 @@ _VARIABLES = {
     },
     "swanlab": {"api_key": "SWANLAB_API_KEY"},
 }
-# What is taken beside that; the others take what their `init` takes.
+# Further arguments; other libraries take those of their `init`.
 _TAKEN: dict[str, set[str]] = {"tensorboard": set(), "mlflow": {"uri"}}
 
 
@@ -104,21 +104,16 @@ def open_trackers(
     config: dict[str, Any],
     args: Mapping[str, Any],
 ) -> list[Tracker]:
-    """The trackers named in `monitor.monitor_type`; all of them, or none.
+    """Open the trackers named in `monitor.monitor_type`; all of them, or none.
 
     Args:
-        kinds: Which.
-        project: Where a tracker puts runs that belong together.
-        folder: The run directory; its name is the run's. What goes on goes on in the same run of a
-            tracker: the run's id is kept here.
-        first_step: TensorBoard does not show what a killed run logged from here on.
+        kinds: The trackers.
+        project: The tracker's group of related runs.
+        folder: The run directory; its name is the run's. A resumed run continues the same run of a
+            tracker, whose id is stored here.
+        first_step: TensorBoard hides what a killed run logged from here on.
         config: The settings of the run, without secrets.
-        args: `monitor.monitor_args`: what stands below a tracker's name is for that one alone.
-
-    Raises:
-        MissingDependencyError: A library is not installed; names the extra.
-        ConfigError: `monitor.monitor_args` holds something that a tracker does not take, or a
-            tracker cannot be started.
+        args: `monitor.monitor_args`; arguments below a tracker's name are for that tracker only.
     """
     opened: list[Tracker] = []
     try:
@@ -126,8 +121,8 @@ def open_trackers(
             samples = own.pop("samples", Tracker.samples)
             if isinstance(samples, bool) or not isinstance(samples, int) or samples < 0:
                 raise ConfigError(
-                    f"monitor.monitor_args.samples is {samples!r}: it is how many traces {kind} "
-                    "is sent as a table, a whole number from 0"
+                    f"monitor.monitor_args.samples is {samples!r}: it must be a whole number from "
+                    f"0, the number of traces that {kind} gets as a table"
                 )
             try:
                 tracker = _OPEN[kind](project, folder, first_step, config, own)
@@ -149,17 +144,13 @@ def open_trackers(
 
 
 def _arguments(kinds: Sequence[str], args: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The arguments of each tracker; what is for its environment is put there.
-
-    Raises:
-        ConfigError: Some are for a tracker that is not there, or are taken by none.
-    """
+    """The arguments of each tracker; puts those for its environment there."""
     for kind in args.keys() & _VARIABLES.keys():
         if kind not in kinds or not isinstance(args[kind], Mapping):
             raise ConfigError(
                 f"monitor.monitor_args.{kind}: "
                 + (
-                    f"{args[kind]!r} is no set of arguments"
+                    f"{args[kind]!r} is not a set of arguments"
                     if kind in kinds
                     else f"monitor.monitor_type has no {kind}; add it there, or remove this"
                 )
@@ -175,7 +166,7 @@ def _arguments(kinds: Sequence[str], args: Mapping[str, Any]) -> dict[str, dict[
             known = ", ".join(sorted(taken | _VARIABLES[kind].keys()))
             raise ConfigError(
                 f"monitor.monitor_args: {kind} takes no {', '.join(surplus)} (it takes {known})"
-                + ("; put it below the tracker that it is for" if len(kinds) > 1 else "")
+                + ("; put it below the tracker it is for" if len(kinds) > 1 else "")
             )
     return found
 
@@ -215,7 +206,7 @@ def _wandb(
 ) -> Tracker:
     wandb = _require("wandb")
     known = _RunId(folder / "wandb_run")
-    about_machine = {"x_disable_meta": _secret_in_command()}  # the command is part of it
+    about_machine = {"x_disable_meta": _secret_in_command()}  # includes the command
     settings = {**(args.pop("settings", None) or {}), **about_machine}
     ours = {"project": project, "name": folder.name, "dir": str(folder), "id": known.id}
     run = wandb.init(**{**ours, "resume": "allow", "config": config, "settings": settings, **args})
@@ -245,13 +236,13 @@ def _mlflow(
     mlflow.log_dict(config, "config.json")
 
     def log(metrics: dict[str, float], step: int) -> None:
-        # Names of a user's own metrics may hold what MLflow refuses.
+        # Names of a user's metrics may contain characters that MLflow rejects.
         allowed = {re.sub(r"[^\w\-. :/]", "_", name): metrics[name] for name in metrics}
         mlflow.log_metrics(allowed, step=step)
 
     def log_table(name: str, rows: Sequence[Row], step: int) -> None:
         columns = {key: [row[key] for row in rows] for key in rows[0]}
-        mlflow.log_table(columns, f"{name}.json")  # goes on with the rows that are there
+        mlflow.log_table(columns, f"{name}.json")  # continues the existing rows
 
     return Tracker(
         log, log_table, lambda completed: mlflow.end_run("FINISHED" if completed else "FAILED")
@@ -264,7 +255,7 @@ def _swanlab(
     swanlab = _require("swanlab")
     known = _RunId(folder / "swanlab_run")
     settings = swanlab.Settings(probe={"runtime": not _secret_in_command()})  # has the command
-    # By the names that lose to `name` and `log_dir`, which may be in `args`.
+    # Under the names that lose to `name` and `log_dir`, which may be in `args`.
     ours = {"project": project, "experiment_name": folder.name, "logdir": str(folder / "swanlog")}
     going_on = {"id": known.id, "resume": "allow"}
     run = swanlab.init(**{**ours, **going_on, "config": config, "settings": settings, **args})
@@ -304,7 +295,7 @@ class _RunId:
 
 
 def _secret_in_command() -> bool:
-    """Whether an override on the command line is a secret: trackers send the command along."""
+    """Whether an override on the command line is a secret: trackers send the command, too."""
     for argument in sys.argv[1:]:
         try:
             override = parse_override(argument.lstrip("-"))

@@ -158,10 +158,10 @@ _UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 _BUSY = {429, 502, 503, 504}
 _RETRIES = 10  # about a minute, in which a server has started again
 
-Outcome = httpx.Response | httpx.TransportError
+HttpOutcome = httpx.Response | httpx.TransportError
 
 
-class Opening(TypedDict, total=False):
+class SessionOptions(TypedDict, total=False):
     """What a session may be opened with; `Client.open` says what each is."""
 
     task: Any
@@ -172,7 +172,7 @@ class Opening(TypedDict, total=False):
     sampling: Mapping[str, float] | None
 
 
-class Filters(TypedDict, total=False):
+class SessionFilters(TypedDict, total=False):
     """Which sessions are listed; `Client.sessions` says what each is."""
 
     state: Literal["open", "ended"] | None
@@ -184,7 +184,7 @@ class Filters(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Asked(Generic[T]):
+class ApiRequest(Generic[T]):
     """One request.
 
     Attributes:
@@ -200,7 +200,7 @@ class Asked(Generic[T]):
     headers: Mapping[str, str] = field(default_factory=dict)
     repeatable: bool = True
 
-    def result(self, outcome: Outcome) -> T:
+    def result(self, outcome: HttpOutcome) -> T:
         """What came of it.
 
         Raises:
@@ -235,7 +235,7 @@ def _refusal(response: httpx.Response) -> ServingError:
     return ServingError(message, status=response.status_code, code=code)
 
 
-class Patience:
+class RetrySchedule:
     """When a request is sent again: soon at first, then less and less often, until `seconds` are
     over. A server that starts again is away for as long as its model takes to load."""
 
@@ -244,7 +244,7 @@ class Patience:
         self._pause = _FIRST_PAUSE
         self._repeatable = repeatable
 
-    def after(self, outcome: Outcome) -> float | None:
+    def after(self, outcome: HttpOutcome) -> float | None:
         """Seconds to wait before the next try; None where this is the outcome."""
         if not self._again(outcome):
             return None
@@ -252,13 +252,13 @@ class Patience:
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         return pause if time.monotonic() + pause <= self._until else None
 
-    def _again(self, outcome: Outcome) -> bool:
+    def _again(self, outcome: HttpOutcome) -> bool:
         if isinstance(outcome, httpx.TransportError):
             return self._repeatable or isinstance(outcome, _UNSENT)
         return outcome.status_code in (_BUSY if self._repeatable else {429})
 
 
-def _retry_after(outcome: Outcome) -> float:
+def _retry_after(outcome: HttpOutcome) -> float:
     if not isinstance(outcome, httpx.Response):
         return 0.0
     try:
@@ -274,22 +274,22 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def opening(asked: Opening) -> Asked[Opened]:
+def opening(asked: SessionOptions) -> ApiRequest[Opened]:
     key = {IDEMPOTENCY_HEADER: uuid.uuid4().hex}
-    return Asked("POST", "/sessions", Opened.model_validate, _given(asked), headers=key)
+    return ApiRequest("POST", "/sessions", Opened.model_validate, _given(asked), headers=key)
 
 
-def page(filters: Filters) -> Asked[Page]:
+def page(filters: SessionFilters) -> ApiRequest[Page]:
     # httpx writes booleans in lower case, as the API reads them.
-    return Asked("GET", "/sessions", Page.model_validate, params=_given(filters))
+    return ApiRequest("GET", "/sessions", Page.model_validate, params=_given(filters))
 
 
-def session(id_: str) -> Asked[SessionInfo]:
-    return Asked("GET", f"/sessions/{quote(id_, safe='')}", SessionInfo.model_validate)
+def session(id_: str) -> ApiRequest[SessionInfo]:
+    return ApiRequest("GET", f"/sessions/{quote(id_, safe='')}", SessionInfo.model_validate)
 
 
-def calls(id_: str) -> Asked[list[CallInfo]]:
-    return Asked(
+def calls(id_: str) -> ApiRequest[list[CallInfo]]:
+    return ApiRequest(
         "GET",
         f"/sessions/{quote(id_, safe='')}/calls",
         lambda body: Calls.model_validate(body).calls,
@@ -298,7 +298,7 @@ def calls(id_: str) -> Asked[list[CallInfo]]:
 
 def reward(
     id_: str, value: float | None, feedback: str | None, call: str | None
-) -> Asked[SessionInfo]:
+) -> ApiRequest[SessionInfo]:
     if value is not None and not math.isfinite(value):
         raise ServingError(
             f"the reward of session {id_} is {value}: give a finite number, or none and say why "
@@ -307,40 +307,40 @@ def reward(
         )
     number = None if value is None else float(value)
     body = _given({"reward": number, "feedback": feedback, "call": call})
-    return Asked(
+    return ApiRequest(
         "POST", f"/sessions/{quote(id_, safe='')}/reward", SessionInfo.model_validate, body
     )
 
 
-def end(id_: str) -> Asked[SessionInfo]:
-    return Asked("POST", f"/sessions/{quote(id_, safe='')}/end", SessionInfo.model_validate)
+def end(id_: str) -> ApiRequest[SessionInfo]:
+    return ApiRequest("POST", f"/sessions/{quote(id_, safe='')}/end", SessionInfo.model_validate)
 
 
-def export(id_: str) -> Asked[dict[str, Any]]:
-    return Asked("GET", f"/sessions/{quote(id_, safe='')}/export", dict)
+def export(id_: str) -> ApiRequest[dict[str, Any]]:
+    return ApiRequest("GET", f"/sessions/{quote(id_, safe='')}/export", dict)
 
 
-def deletion(id_: str) -> Asked[None]:
-    return Asked("DELETE", f"/sessions/{quote(id_, safe='')}", _nothing)
+def deletion(id_: str) -> ApiRequest[None]:
+    return ApiRequest("DELETE", f"/sessions/{quote(id_, safe='')}", _nothing)
 
 
-def application(name: str) -> Asked[ApplicationKey]:
+def application(name: str) -> ApiRequest[ApplicationKey]:
     # A second one is refused, where the first arrived, and its key is told once.
     read = ApplicationKey.model_validate
-    return Asked("POST", "/applications", read, {"name": name}, repeatable=False)
+    return ApiRequest("POST", "/applications", read, {"name": name}, repeatable=False)
 
 
-def removal(name: str) -> Asked[None]:
-    return Asked("DELETE", f"/applications/{quote(name, safe='')}", _nothing)
+def removal(name: str) -> ApiRequest[None]:
+    return ApiRequest("DELETE", f"/applications/{quote(name, safe='')}", _nothing)
 
 
-def models() -> Asked[ServedModels]:
-    return Asked("GET", "/models", ServedModels.model_validate)
+def models() -> ApiRequest[ServedModels]:
+    return ApiRequest("GET", "/models", ServedModels.model_validate)
 
 
-def rollback() -> Asked[ServedModels]:
+def rollback() -> ApiRequest[ServedModels]:
     # Twice would be two steps back.
-    return Asked("POST", "/rollback", ServedModels.model_validate, repeatable=False)
+    return ApiRequest("POST", "/rollback", ServedModels.model_validate, repeatable=False)
 
 
 def _nothing(body: Any) -> None:
@@ -348,7 +348,7 @@ def _nothing(body: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Handle:
+class SessionCredentials:
     """A session's name, key and address; `ServedSession` says what each is."""
 
     id: str

@@ -16,16 +16,16 @@ import httpx
 
 from tuner.serving import asking
 from tuner.serving.asking import (
+    ApiRequest,
     ApplicationKey,
-    Asked,
     CallInfo,
-    Filters,
-    Handle,
-    Opening,
-    Outcome,
-    Patience,
+    HttpOutcome,
+    RetrySchedule,
     ServedModels,
+    SessionCredentials,
+    SessionFilters,
     SessionInfo,
+    SessionOptions,
     keyed,
 )
 
@@ -40,7 +40,7 @@ DEFAULT_URL = "http://127.0.0.1:8700"
 
 
 @dataclass(frozen=True)
-class ServedSession(Handle):
+class ServedSession(SessionCredentials):
     """One conversation, task or user at a server, as `Client.open` gives it.
 
     Attributes:
@@ -115,7 +115,7 @@ class ServedSession(Handle):
 
 
 @dataclass(frozen=True)
-class AsyncServedSession(Handle):
+class AsyncServedSession(SessionCredentials):
     """As `ServedSession`, of an `AsyncClient`."""
 
     _client: AsyncClient = field(repr=False)
@@ -180,7 +180,7 @@ class _Connection(Generic[Http]):
     def _plain_http(self) -> Http:
         raise NotImplementedError
 
-    def _request(self, asked: Asked[Any]) -> dict[str, Any]:
+    def _request(self, asked: ApiRequest[Any]) -> dict[str, Any]:
         """A request as httpx takes it."""
         return {
             "method": asked.method,
@@ -211,7 +211,7 @@ class Client(_Connection[httpx.Client]):
     def _plain_http(self) -> httpx.Client:
         return httpx.Client()
 
-    def open(self, **asked: Unpack[Opening]) -> ServedSession:
+    def open(self, **asked: Unpack[SessionOptions]) -> ServedSession:
         """A new session with a key of its own.
 
         Args:
@@ -238,7 +238,7 @@ class Client(_Connection[httpx.Client]):
         """
         return ServedSession(id, self._session_key(key), f"{self.base_url}/v1", self)
 
-    def sessions(self, **filters: Unpack[Filters]) -> Iterator[SessionInfo]:
+    def sessions(self, **filters: Unpack[SessionFilters]) -> Iterator[SessionInfo]:
         """The sessions that fit, the oldest first, page by page as they are taken.
 
         Args:
@@ -290,13 +290,13 @@ class Client(_Connection[httpx.Client]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _send(self, asked: Asked[T]) -> T:
-        patience = Patience(self._patience, repeatable=asked.repeatable)
+    def _send(self, asked: ApiRequest[T]) -> T:
+        patience = RetrySchedule(self._patience, repeatable=asked.repeatable)
         while (pause := patience.after(outcome := self._try(asked))) is not None:
             time.sleep(pause)
         return asked.result(outcome)
 
-    def _try(self, asked: Asked[Any]) -> Outcome:
+    def _try(self, asked: ApiRequest[Any]) -> HttpOutcome:
         try:
             return self._http.request(**self._request(asked))
         except httpx.TransportError as error:
@@ -309,7 +309,7 @@ class AsyncClient(_Connection[httpx.AsyncClient]):
     def _plain_http(self) -> httpx.AsyncClient:
         return httpx.AsyncClient()
 
-    async def open(self, **asked: Unpack[Opening]) -> AsyncServedSession:
+    async def open(self, **asked: Unpack[SessionOptions]) -> AsyncServedSession:
         """As `Client.open`."""
         opened = await self._send(asking.opening(asked))
         return AsyncServedSession(opened.id, opened.key, opened.base_url, self)
@@ -318,7 +318,7 @@ class AsyncClient(_Connection[httpx.AsyncClient]):
         """As `Client.session`."""
         return AsyncServedSession(id, self._session_key(key), f"{self.base_url}/v1", self)
 
-    async def sessions(self, **filters: Unpack[Filters]) -> AsyncIterator[SessionInfo]:
+    async def sessions(self, **filters: Unpack[SessionFilters]) -> AsyncIterator[SessionInfo]:
         """As `Client.sessions`, for `async for`."""
         while True:
             page = await self._send(asking.page(filters))
@@ -354,15 +354,15 @@ class AsyncClient(_Connection[httpx.AsyncClient]):
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    async def _send(self, asked: Asked[T]) -> T:
-        patience = Patience(self._patience, repeatable=asked.repeatable)
+    async def _send(self, asked: ApiRequest[T]) -> T:
+        patience = RetrySchedule(self._patience, repeatable=asked.repeatable)
         outcome = await self._try(asked)
         while (pause := patience.after(outcome)) is not None:  # a time, no event
             await asyncio.sleep(pause)
             outcome = await self._try(asked)
         return asked.result(outcome)
 
-    async def _try(self, asked: Asked[Any]) -> Outcome:
+    async def _try(self, asked: ApiRequest[Any]) -> HttpOutcome:
         try:
             return await self._http.request(**self._request(asked))
         except httpx.TransportError as error:

@@ -1,1 +1,1 @@
-"""What is done beside training: check, evaluate, compare, export, search, and look at a run."""
+"""Tools around training: check, evaluate, compare, export, search, and view runs."""

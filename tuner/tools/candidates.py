@@ -1,8 +1,8 @@
-"""Candidates, and their rollouts on tasks: the part that `tuner eval`, `select_model()` and
-`tune_prompt()` share.
+"""Candidates and their rollouts on tasks, shared by `tuner eval`, `select_model()` and
+`tune_prompt()`.
 
 A candidate is a model, a checkpoint, an adapter or a prompt. `CandidateTrials` makes its rollouts
-and skips those that are on disk; nothing here needs torch until a model is served.
+and skips those that are on disk; torch is imported only when a model is served.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from tuner.tune import Run
 # Weights: a model, a checkpoint or a run.
 
 
-_DAMAGED = "delete it, and what it says is found without it"
+_DAMAGED = "delete it: the checkpoint is found without it"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Weights that are compared with others, or exported.
+    """Weights to compare or export.
 
     Attributes:
-        name: Name for people.
-        path: Folder of a model or an adapter, or a model as `model.model_path` names it.
-        base: An adapter's model, as `model.model_path`; else None.
-        run: The run that it comes from, if that is here.
+        name: Display name.
+        path: Folder of a model or an adapter, or a model as in `model.model_path`.
+        base: An adapter's model, as in `model.model_path`; else None.
+        run: The run it comes from, if available.
         step: The step of that run.
     """
 
@@ -61,7 +61,7 @@ class Candidate:
 
     @property
     def recorded_base(self) -> str | None:
-        """The model that an adapter's own file names; None of what is no adapter."""
+        """The model named in an adapter's config; None if this is not an adapter."""
         if not (Path(self.path) / ADAPTER_CONFIG).is_file():
             return None
         config = OBJECTS.document(Path(self.path) / ADAPTER_CONFIG, "export or train it again")
@@ -69,7 +69,7 @@ class Candidate:
 
 
 def find_candidate(given: str | Path) -> Candidate:
-    """The weights that a name stands for: a run (its newest checkpoint), a checkpoint, a model."""
+    """Find weights by name: a run (its newest checkpoint), a checkpoint or a model."""
     folder = Path(given).expanduser()
     place = located(str(given), "the candidate")
     if place is not None and place.is_file() and not str(given).startswith(PACKAGE):
@@ -80,12 +80,12 @@ def find_candidate(given: str | Path) -> Candidate:
         return Candidate(str(given), str(given))
     folder = folder.resolve()
     run = RunDirectory(folder)
-    # A folder of projects is often called checkpoints, too.
+    # A folder of projects is often also called checkpoints.
     if is_run(folder) or run.checkpoint_steps():
         return _newest(run)
     if not any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         raise TunerError(
-            f"{given} is neither a run, nor a checkpoint, nor a model: it holds no checkpoints/, "
+            f"{given} is not a run, a checkpoint or a model: it has no checkpoints/, "
             f"{ADAPTER_CONFIG} or config.json; give <checkpoint_root_dir>/<project>/<name> or a "
             "folder in its checkpoints/"
         )
@@ -100,7 +100,8 @@ def _newest(run: RunDirectory) -> Candidate:
         return _of_folder(run.checkpoint(steps[-1]), run)
     written = OBJECTS.document(run.result, _DAMAGED) if run.result.is_file() else {}
     folder = written.get("checkpoint") if isinstance(written, dict) else None
-    if folder is None or not Path(folder).is_dir():  # Trinity-RFT's are elsewhere in the run
+    # Trinity-RFT stores them in another folder of the run
+    if folder is None or not Path(folder).is_dir():
         raise TunerError(f"{run.path} has no checkpoint yet: wait for trainer.save_interval")
     return _of_folder(Path(folder), run)
 
@@ -120,14 +121,14 @@ def _of_folder(folder: Path, run: RunDirectory | None) -> Candidate:
     ) or candidate.recorded_base
     if not base:
         raise TunerError(
-            f"{folder} is an adapter and does not say of which model: write its name as "
-            f"base_model_name_or_path into {ADAPTER_CONFIG}"
+            f"{folder} is an adapter that does not name its model: set "
+            f"base_model_name_or_path in {ADAPTER_CONFIG}"
         )
     return Candidate(name, str(folder), str(base), run, step)
 
 
 def of_configuration(config: RunConfig) -> list[Candidate]:
-    """The weights that its run begins with, and its newest checkpoint if there is one."""
+    """The model that a run starts from, and its newest checkpoint if there is one."""
     model, lora = config.model.model_path, config.model.lora
     found = [find_candidate(model)]
     if lora is not None and lora.path is not None:
@@ -138,7 +139,7 @@ def of_configuration(config: RunConfig) -> list[Candidate]:
 
 
 def with_weights(config: RunConfig, candidate: Candidate) -> RunConfig:
-    """The configuration with a candidate's weights. Nothing is trained beside generation."""
+    """The configuration with a candidate's weights, for generation only."""
     adapters: tuple[LoraSection, ...] = ()
     if candidate.base is not None:
         recorded = candidate.recorded_base
@@ -152,19 +153,19 @@ def with_weights(config: RunConfig, candidate: Candidate) -> RunConfig:
     )
 
 
-# Prompts, and a workflow that is given them.
+# Prompts, and workflows that take them.
 
 
 Prompts = Mapping[str, str]
-"""The texts that are searched for, by the names of the components."""
+"""Texts of a prompt search, by component."""
 COMPONENT = "system_prompt"
-"""The name of the only component, where one text is searched for."""
+"""Name of the component in a search for a single text."""
 SEARCH, HELD_OUT = "search", "eval"
-"""Splits of the rows that a search uses, and of those that it never sees."""
+"""Splits of the rows that a search uses, and of the held-out rows."""
 SELECTION = "selection"
 """Split of the rows that models are compared on."""
 Prices = tuple[float, float]
-"""Money for a million tokens read, and written."""
+"""Price of a million input tokens, and of a million output tokens."""
 WORKFLOW = Signature(
     "workflow",
     ("task", "system_prompt"),
@@ -175,7 +176,7 @@ WORKFLOW = Signature(
 
 @dataclass(frozen=True)
 class PromptedWorkflow:
-    """A workflow of `(task, system_prompt)`, and `model` if it likes, as a run calls workflows."""
+    """Calls a workflow `(task, system_prompt)`, optionally with `model`, as runs call workflows."""
 
     workflow: Callable[..., Any]
     system_prompt: str | dict[str, str]
@@ -193,12 +194,12 @@ class PromptedWorkflow:
         return as_workflow_output(await call_function(self.workflow, arguments), self.workflow)
 
 
-# `provider/model`, as LiteLLM and DSPy name models, as a URL and the name of a key's variable.
+# Resolve `provider/model`, as in LiteLLM and DSPy, to a URL and the variable with the key.
 
 
 @dataclass(frozen=True)
 class Provider:
-    """A provider's OpenAI-compatible API, and the variables with its key and another URL."""
+    """A provider's OpenAI-compatible API, and the variables for its key and for another URL."""
 
     base_url: str
     key: str | None
@@ -226,7 +227,7 @@ PROVIDERS = {
 
 
 def remote_named(name: str) -> RemoteModel:
-    """The model that `provider/model` stands for."""
+    """The remote model for `provider/model`."""
     provider, _, model = name.partition("/")
     found = PROVIDERS.get(provider)
     if found is None or not model:
@@ -240,12 +241,12 @@ def remote_named(name: str) -> RemoteModel:
     return RemoteModel(base_url=url, model_name=model, api_key_env=found.key)
 
 
-# Models that serve rollouts when nothing is trained: local, remote, or the workflow's own.
+# Models that serve rollouts without training: local, remote, or the workflow's own.
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A model that serves a candidate's rollouts, and the error that ended its engine, or None."""
+    """A model that serves a candidate's rollouts; `failure()` is its engine's error, or None."""
 
     runner: RolloutRunner
     failure: Callable[[], Exception | None] = lambda: None
@@ -261,14 +262,14 @@ def _check_settings(config: RunConfig) -> None:
 
 @asynccontextmanager
 async def served_here(run: Run, *, workers: bool = False) -> AsyncIterator[Contender]:
-    """The model of the configuration, on an engine of ours, with `tuner.workers` or without."""
+    """Serve the configuration's model on a local engine, optionally with `tuner.workers`."""
     from tuner.runs.stack import build_stack
 
     if not workers:
         _check_settings(run.config)
     stack = build_stack(run.config, workflow=run.workflow, judge=run.judge, apart=workers)
     try:
-        assert stack.runner is not None, "prepare_evaluation() wants a workflow"
+        assert stack.runner is not None, "prepare_evaluation() requires a workflow"
         yield Contender(stack.runner, lambda: stack.engine.failure)
     finally:
         await stack.aclose()
@@ -280,9 +281,9 @@ async def elsewhere(
     remote: RemoteModel | None,
     make_model: Callable[[Session], Any] | None = None,
 ) -> AsyncIterator[Contender]:
-    """A model behind a URL; None: the workflow brings its own, and no call is seen.
+    """Use a remote model; None if the workflow brings its own, whose calls are not recorded.
 
-    `make_model` makes the chat model that a session's agent gets; None: one of the gateway's.
+    `make_model` creates the chat model for a session's agent; None for one of the gateway's.
     """
     from tuner.gateway.relay import Relay
     from tuner.runs.auxiliary import AuxiliaryModels
@@ -296,7 +297,7 @@ async def elsewhere(
     add_auxiliary_models(auxiliary, config, device, choose_dtype(config.tuner.dtype, device))
     client = None if remote is None else remote_client(remote, "model.api_key_env")
     gateway = Relay(client, "none" if remote is None else remote.model_name)
-    assert run.workflow is not None, "prepare_evaluation() wants a workflow"
+    assert run.workflow is not None, "prepare_evaluation() requires a workflow"
     runner = RolloutRunner(
         gateway,
         run.workflow,
@@ -313,12 +314,12 @@ async def elsewhere(
 
 
 PER_PRICE = 1_000_000
-"""Tokens that a price is for."""
+"""Number of tokens that a price covers."""
 
 
 @dataclass
 class Spent:
-    """Cost of a search so far, interrupted parts included; failed rollouts by outcome."""
+    """Cost of a search so far, including interrupted parts; failed rollouts by outcome."""
 
     rollouts: int = 0
     failed: Counter[str] = field(default_factory=Counter)
@@ -327,18 +328,18 @@ class Spent:
     reflections: int = 0
 
     def add(self, usage: Usage, prices: Prices) -> None:
-        """Count tokens, at prices for a million of them."""
+        """Add tokens at these prices per million."""
         self.usage += usage
         tokens = (usage.input_tokens, usage.output_tokens)
         self.cost += sum(n * price / PER_PRICE for n, price in zip(tokens, prices, strict=True))
 
 
 class CandidateLog:
-    """The candidates by number, one line each, in the order in which they were first tried.
+    """Candidates by number, one line each, in the order of their first trial.
 
         {"number": 2, "prompts": {"system_prompt": "..."}}
 
-    `what` is the key of the candidate in its line.
+    `what` is the candidate's key in its line.
     """
 
     def __init__(self, path: Path, what: str = "prompts") -> None:
@@ -346,11 +347,11 @@ class CandidateLog:
         self._numbers: dict[tuple[tuple[str, str], ...], int] = {}
         form = closed("TriedCandidate", {"number": Count, what: dict[Text, Text]})
         lines = JsonReader[dict[str, Any]](form, "a candidate").lines
-        for _, _, row in lines(path, "give this search another experiment_name to start over"):
+        for _, _, row in lines(path, "choose another experiment_name to start over"):
             self._numbers[_key(row[what])] = row["number"]
 
     def number(self, prompts: Prompts) -> int:
-        """The number of a candidate, which it keeps."""
+        """The candidate's permanent number."""
         key = _key(prompts)
         if key not in self._numbers:
             number = max(self._numbers.values(), default=-1) + 1
@@ -368,10 +369,10 @@ def _key(prompts: Prompts) -> tuple[tuple[str, str], ...]:
 
 @dataclass(eq=False)
 class CandidateTrials:
-    """Makes the rollouts of candidates; those that the store has are not run again.
+    """Makes the rollouts of candidates; rollouts in the store are not run again.
 
-    Rollout k of a task is the k-th time that a candidate is tried on it. Its trace has the
-    candidate's number as step, and the monitor shows it as it ends.
+    Rollout k of a task is a candidate's k-th attempt at it. Its trace has the candidate's number as
+    step, and the monitor shows it when it ends.
     """
 
     tasks: Mapping[str, Sequence[Task]]
@@ -381,7 +382,7 @@ class CandidateTrials:
     abort_on_failure: bool = False
 
     def known(self, split: str, number: int) -> list[Trace]:
-        """Every recorded attempt of a candidate."""
+        """All recorded attempts of a candidate."""
         return [] if self.store is None else self.store.read(split, number)
 
     async def run(
@@ -393,7 +394,7 @@ class CandidateTrials:
         known: Sequence[Trace] = (),
         workflow: Callable[..., Any] | None = None,
     ) -> list[Trace]:
-        """Every attempt at these rollouts, sorted by rollout; `known` ones are not run again."""
+        """All attempts at these rollouts, sorted by rollout; `known` ones are not run again."""
         wanted = {id: self.tasks[id.split][id.task] for id in ids}
         runner = contender.runner
         if workflow is not None:
@@ -412,10 +413,10 @@ class CandidateTrials:
 
 @dataclass(eq=False)
 class PromptTrials:
-    """Makes the rollouts of prompts, numbers the prompts and counts what they cost.
+    """Makes the rollouts of prompts, numbers the prompts and counts the cost.
 
-    A search that is started again with the same seed asks for the same rollouts, so those on disk
-    are not run again. A workflow gets a text where `single`, else a dict.
+    A search restarted with the same seed requests the same rollouts, so those on disk are not run
+    again. A workflow gets a text if `single`, else a dict.
     """
 
     workflow: Callable[..., Any]
@@ -434,13 +435,13 @@ class PromptTrials:
         return self.trials.tasks
 
     async def run(self, prompts: Prompts, split: str, rows: Sequence[int]) -> list[Trace]:
-        """One rollout of a candidate on each of these rows, in their order."""
+        """One rollout of a candidate on each of these rows, in order."""
         number = self.log.number(prompts)
         ids = []
         for row in rows:
             ids.append(RolloutId(number, row, self._tries[split, number, row], split))
             self._tries[split, number, row] += 1
-        if (split, number) not in self._known:  # as it was on disk when this began
+        if (split, number) not in self._known:  # as on disk at the start
             self._known[split, number] = self.trials.known(split, number)
         given = dict(prompts)
         traces = await self.trials.run(

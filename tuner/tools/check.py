@@ -1,6 +1,6 @@
-"""`tuner check`: two rollouts of the first task, or the rows of recorded data, and what they say.
+"""`tuner check`: sample two rollouts of the first task, or read the recorded data, and report.
 
-Nothing is written to the run directory, and the weights are not changed.
+Writes nothing to the run directory and leaves the weights unchanged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tuner.training.trainer import PolicyTrainer
 from tuner.tune import Run
 
 ROLLOUTS = 2
-# Tokens of a call that are shown: the end of the prompt, both ends of the answer.
+# Tokens of a call to show: the end of the prompt, both ends of the answer.
 SHOWN_PROMPT, SHOWN_START, SHOWN_END = 4, 10, 3
 # A backward pass costs about two forward passes.
 FORWARDS_PER_UPDATE = 3
@@ -45,7 +45,7 @@ FORWARDS_PER_UPDATE = 3
 def check_run(run: Run) -> Verdict:
     """Load the model, look at two rollouts of the first task or at the data, describe the run.
 
-    Must be called where no event loop is running.
+    Must not be called from a running event loop.
     """
     if run.config.mode == "train":
         return run_async(check_recorded(run))
@@ -54,7 +54,8 @@ def check_run(run: Run) -> Verdict:
 
 async def _check(run: Run) -> Verdict:
     config = run.config
-    workers = pool_of(config, run.workflow, run.judge, default_kind())  # they can be sent
+    # fails if the functions cannot be sent
+    workers = pool_of(config, run.workflow, run.judge, default_kind())
     apart = None if workers is None else workers.looked_at()
     async with aclosing(build_stack(config, workflow=run.workflow, judge=run.judge)) as stack:
         taskset = config.buffer.explorer_input.taskset
@@ -65,7 +66,7 @@ async def _check(run: Run) -> Verdict:
             repeat=ROLLOUTS,
             defaults=SamplingDefaults(**config.rollout_args(taskset).model_dump()),
         )
-        assert stack.runner is not None, "prepare() lets no rollouts be without a workflow"
+        assert stack.runner is not None, "prepare() requires a workflow for rollouts"
         with tempfile.TemporaryDirectory() as folder:
             traces = await collect(
                 plan, stack.runner, TraceStore(Path(folder)), max_running=ROLLOUTS
@@ -96,7 +97,7 @@ async def _check(run: Run) -> Verdict:
 
 
 def _forward_seconds(trainer: PolicyTrainer, batch: Batch | RecordedBatch) -> float:
-    """Seconds of a forward pass over the rows of a batch."""
+    """Seconds that a forward pass over the rows of a batch takes."""
     started = time.perf_counter()
     trainer.compute_logp(batch)
     return time.perf_counter() - started
@@ -107,7 +108,7 @@ def _seconds(trace: Trace) -> float:
 
 
 def inputs(run: Run, stack: Stack, workers: str | None = None) -> Iterator[str]:
-    """The settings worth seeing, and what was found out about workers."""
+    """Yield the main settings and the outcome of the workers' check."""
     config = run.config
     parameters = sum(p.numel() for p in stack.model.parameters())
     device = next(stack.model.parameters()).device
@@ -162,7 +163,7 @@ def _one_call(stack: Stack, traces: Sequence[Trace]) -> Iterator[str]:
 
 
 def prompt_lines(stack: Stack, ids: Sequence[int], numbers: str) -> Iterator[str]:
-    """The head of a table of tokens, and the last tokens of a prompt, which are not trained."""
+    """The header of a table of tokens, and the last tokens of a prompt, which are not trained."""
     yield f"  {'mask':>4}  {'id':>7}  {numbers:>8}  text"
     skipped = len(ids) - SHOWN_PROMPT
     if skipped > 0:
@@ -197,7 +198,7 @@ def _rewards(traces: Sequence[Trace], settings: CallSettings) -> Iterator[str]:
     rewards = [trace.reward for trace in traces if trace.reward is not None]
     if rewards:
         mean, variance = statistics.fmean(rewards), statistics.pvariance(rewards)
-        meaning = "they differ" if variance else "they agree; larger groups may differ"
+        meaning = "they differ" if variance else "they are equal; larger groups may differ"
         yield f"  mean {mean:g}, variance {variance:g}: {meaning}"
 
 
@@ -210,7 +211,7 @@ def _plan(
     rollout: float,
     forward: float,
 ) -> Iterator[str]:
-    """From the seconds of one rollout beside the others, and of one forward pass over the rows."""
+    """Estimate from the seconds of one rollout in parallel and of a forward pass over `rows`."""
     config = run.config
     batch, group = config.buffer.batch_size, config.algorithm.repeat_times
     rollouts, steps = batch * group, planned_steps(config, len(run.train_tasks))
@@ -228,11 +229,11 @@ def _plan(
     fast = rollout * rollouts / concurrent + train
     yield (
         f"  time    {fast:.1f} to {slow:.1f} s per step, {duration(fast * steps)} to "
-        f"{duration(slow * steps)} in all, evaluations not counted"
+        f"{duration(slow * steps)} in all, without evaluations"
     )
     yield (
-        f"          (if {concurrent} rollouts at a time take as long as {len(traces)}, "
-        "or if they take turns)"
+        f"          (low: {concurrent} rollouts in parallel take as long as {len(traces)}; "
+        "high: they take turns)"
     )
 
 
@@ -251,7 +252,7 @@ def algorithm_line(config: RunConfig) -> str:
 
 
 def memory_line(config: RunConfig, stack: Stack, rows: Sequence[Row], times: float) -> str:
-    """What an update is expected to take where a step has so many times these rows."""
+    """Expected memory of an update; a step has `times` as many rows."""
     needs = stack.needs()
     line = f"  memory  about {needs.trainer / 2**30:.2f} GiB for weights, gradients and optimizer"
     if not rows:
@@ -264,12 +265,12 @@ def memory_line(config: RunConfig, stack: Stack, rows: Sequence[Row], times: flo
 
 
 def _last_words(traces: Sequence[Trace], reasons: str, settings: CallSettings) -> Iterator[str]:
-    """Whether the run can begin, and why not.
+    """Say if the run can start, and if not, why.
 
     Args:
         traces: The rollouts.
         reasons: Why none of their calls can be trained (`untrained`).
-        settings: Of the run.
+        settings: The run's call settings.
     """
     failed = [trace for trace in traces if trace.outcome is not Outcome.COMPLETED]
     if failed:
@@ -278,22 +279,22 @@ def _last_words(traces: Sequence[Trace], reasons: str, settings: CallSettings) -
             error = next(trace.error for trace in failed if trace.outcome == outcome)
             yield f"  {outcome}: {error}"
     elif reasons:
-        yield f"NOT READY: no call can be trained; tokens that are dropped, by reason: {reasons}."
+        yield f"NOT READY: no call can be trained; dropped tokens by reason: {reasons}."
     elif all(trace.calls and trace.calls[-1].finish_reason == "length" for trace in traces):
         cut = call_findings(traces, settings)[0]
-        yield f"NOT READY: no rollout came to its end: {cut.sentence}."
+        yield f"NOT READY: no rollout finished: {cut.sentence}."
     else:
         yield "READY: both rollouts completed."
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them."""
+    """Seconds in a readable unit."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-# Beside the update itself: the log-probs of the policy and of the reference.
+# In addition to the update: the log-probs of the policy and of the reference.
 FORWARDS_OF_PAIRS = 2
 
 
@@ -301,7 +302,7 @@ async def check_recorded(run: Run) -> Verdict:
     """Read the data, load the model, show the trained part of the first row, describe the run."""
     data = training_data(run.config, run.train_tasks, run.history)
     async with aclosing(build_stack(run.config, workflow=run.workflow, judge=run.judge)) as stack:
-        assert isinstance(data, Examples), "history_check has what learns from rewards"
+        assert isinstance(data, Examples), "history_check handles data with rewards"
         examples = data
         sections = [
             inputs(run, stack),
@@ -320,7 +321,7 @@ def _recorded_rows(examples: Examples) -> Iterator[str]:
     turns = sum(len(turns) for example in examples.used for turns in example)
     yield f"  {turns:>7}  assistant turns are trained"
     if examples.held_out:
-        yield f"  {len(examples.held_out):>7}  held out, whose loss is logged"
+        yield f"  {len(examples.held_out):>7}  held out; their loss is logged"
     if examples.tokens_left_out:
         yield f"  tokens that are not trained: {counts(examples.tokens_left_out)}"
 
@@ -360,17 +361,17 @@ def _recorded_plan(run: Run, stack: Stack, examples: Examples) -> Iterator[str]:
 
 
 def counts(found: Mapping[str, int]) -> str:
-    """How many by which reason, as people say it."""
+    """Counts by reason as text."""
     return ", ".join(f"{count} {reason}" for reason, count in sorted(found.items()))
 
 
-# `tuner check` of recorded rollouts for algorithms that learn from rewards, or from a teacher.
+# `tuner check` of recorded rollouts for algorithms that learn from rewards or from a teacher.
 
 
 def check_history(run: Run) -> Verdict:
-    """How many rollouts, where their tokens go, and what they are worth; of sft and dpo their rows.
+    """Report the rollouts, the trained tokens and their effective sample size.
 
-    Must be called where no event loop is running.
+    For sft and dpo reports their rows. Must not be called from a running event loop.
     """
     data = training_data(run.config, run.train_tasks, run.history)
     return run_async(_check_history(run, data)) if isinstance(data, Comparable) else check_run(run)
@@ -395,8 +396,8 @@ def _verdict(run: Run, stack: Stack, data: Comparable) -> Verdict:
         last = "NOT READY: no call of the first step can be trained."
     elif weighed and effective.tokens.share < least:
         last = (
-            "NOT READY: too few of the tokens are left (tuner.history.min_effective_samples is "
-            f"{least:g})."
+            "NOT READY: the effective sample size of the tokens is below "
+            f"tuner.history.min_effective_samples, {least:g}."
         )
     sections = [
         inputs(run, stack),
@@ -416,7 +417,7 @@ def _recorded_rollouts(data: Comparable) -> Iterator[str]:
 
 
 def _worth(batch: Batch, effective: Effective) -> Iterator[str]:
-    yield "WHAT THEY ARE WORTH in the first step, to the weights that the run begins with"
+    yield "EFFECTIVE SAMPLE SIZE in the first step, under the run's initial weights"
     dropped = counts(batch.dropped_tokens) or "0"
     yield f"  {batch.sampled_tokens} tokens sampled = {batch.trained_tokens} trained + {dropped}"
     for name in ("tokens", "calls", "rollouts"):

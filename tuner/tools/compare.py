@@ -1,4 +1,4 @@
-"""`tuner compare`: runs side by side: settings that differ, curves, and the same tasks; a proof."""
+"""`tuner compare`: runs side by side (different settings, curves, common tasks), and a proof."""
 
 from __future__ import annotations
 
@@ -32,28 +32,29 @@ _SHOWN = (
     "train/kl_reference",
     "time/step",
 )
-"""Curves beside those of evaluations."""
+"""Curves shown in addition to those of evaluations."""
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH, _TEXT = 40, 60
 _TRAIN = "train"
 
 
 class TaskRewards(BaseModel):
-    """One task, and the mean reward of its rollouts in each run; None where none has one."""
+    """One task and the mean reward of its rollouts in each run; None if a run has no reward for
+    it."""
 
     task: dict[str, Any]
     rewards: list[float | None]
 
 
 class SplitTasks(BaseModel):
-    """The tasks of one split, from the latest step of each run in which they were.
+    """The tasks of one split, each from the latest step of a run that contains it.
 
     Attributes:
         steps: The latest step of each run.
-        common: Tasks that every run has, those first whose rewards differ most.
-        others: How many tasks each run has beyond these.
-        differences: Mean over the tasks of the reward in each run less that in the first; None for
-            the first itself.
+        common: Tasks that every run has, sorted by difference in reward, largest first.
+        others: For each run, how many tasks it has that are not common.
+        differences: Mean over the tasks of the run's reward minus the first run's; None for the
+            first run.
     """
 
     steps: list[int]
@@ -63,13 +64,13 @@ class SplitTasks(BaseModel):
 
 
 class RunComparison(BaseModel):
-    """Runs side by side; lists have an item for each run, in their order.
+    """Runs side by side; lists have one item for each run, in the order given.
 
     Attributes:
         runs: Their names.
-        settings: By key, what differs; None where a run does not have it.
-        curves: By metric the (step, value) of each run.
-        tasks: By split.
+        settings: The settings that differ, by key; None if a run does not have one.
+        curves: The (step, value) pairs of each run, by metric.
+        tasks: The compared tasks, by split.
     """
 
     runs: list[str]
@@ -78,7 +79,7 @@ class RunComparison(BaseModel):
     tasks: dict[str, SplitTasks]
 
     def text(self, most: int) -> str:
-        """The tables, with at most so many tasks of each split."""
+        """The tables as text, with a maximum of `most` tasks for each split."""
         from rich.console import Console
 
         console = Console(file=io.StringIO(), record=True, width=100, highlight=False)
@@ -89,7 +90,7 @@ class RunComparison(BaseModel):
         yield _table("settings that differ", ["", *self.runs], self._settings())
         if self.curves:
             columns = ["", "run", "first", "last", "highest", "over the steps"]
-            yield _table("curves, of one metric on one scale", columns, self._curves())
+            yield _table("curves (each metric on one scale)", columns, self._curves())
         for split, tasks in self.tasks.items():
             steps = ", ".join(map(str, tasks.steps))
             title = f"{split}: {len(tasks.common)} tasks in every run, after step {steps}"
@@ -125,16 +126,16 @@ class RunComparison(BaseModel):
                     f"{counts[0]} the same; reward {found.text('+.3f')}"
                 )
             if tasks.others[number]:
-                yield f"{run}: {tasks.others[number]} more, which not every run has"
+                yield f"{run}: {tasks.others[number]} more that are not in every run"
 
 
 def compare(paths: Sequence[Path], *, split: str | None = None) -> RunComparison:
-    """Read runs, which may still go on.
+    """Compare runs, which may still be training.
 
     Args:
-        paths: Their directories, two or more, or folders of an evaluation's candidates.
-        split: Whose tasks are compared; None: those of all evaluation sets that every run has, or
-            the training tasks where there is none.
+        paths: Two or more run directories, or candidates' folders of an evaluation.
+        split: The split to compare; None for all evaluation sets that every run has, or the
+            training tasks if there is none.
     """
     read = [read_run(path.expanduser()) for path in paths]
     runs = [RunDirectory(path.expanduser().resolve()) for path in paths]
@@ -160,14 +161,14 @@ def compare(paths: Sequence[Path], *, split: str | None = None) -> RunComparison
 
 
 class Proof(BaseModel):
-    """Whether the second run is better than the first, task by task.
+    """Result of testing whether the second run is better than the first, task by task.
 
     Attributes:
         runs: Their names.
-        split: Whose tasks.
+        split: The split of the tasks.
         steps: The steps of the rollouts.
-        without_reward: Tasks of which a run has no reward, and that say nothing.
-        decision: What the others prove; `expected_more` counts tasks.
+        without_reward: Tasks skipped because a run has no reward for them.
+        decision: The decision on the remaining tasks; its `expected_more` counts tasks.
     """
 
     runs: tuple[str, str]
@@ -177,28 +178,28 @@ class Proof(BaseModel):
     decision: Decision
 
     def text(self) -> str:
-        """For people."""
+        """The proof as text."""
         (old, new), (first, last) = self.runs, self.steps
         lines = [f"{new} (step {last}) against {old} (step {first}) on {self.split}"]
         if self.without_reward:
-            lines.append(f"{self.without_reward} tasks left out: a run has no reward of them")
+            lines.append(f"{self.without_reward} tasks skipped: a run has no reward for them")
         return "\n".join([*lines, self.decision.text])
 
 
 def prove(paths: Sequence[Path], plan: Plan, *, split: str | None = None) -> Proof:
-    """Whether the second of two runs is better than the first on the tasks that both have.
+    """Test whether the second of two runs is better than the first on their common tasks.
 
     Args:
         paths: Two directories, as in `compare`.
-        plan: What is to be proven.
-        split: Whose tasks; None: those of the one evaluation set that both have.
+        plan: What to prove.
+        split: The split of the tasks; None for the only evaluation set that both runs have.
     """
     if len(paths) != 2:
-        raise ProofError(f"{len(paths)} runs are given: a proof is of two, what serves first")
+        raise ProofError(f"{len(paths)} runs given: a proof needs two, the current one first")
     found = compare(paths, split=split)
     if len(found.tasks) != 1:
         raise ProofError(
-            f"the runs have {', '.join(found.tasks) or 'no tasks'} in common, and a decision is of "
+            f"the runs have {', '.join(found.tasks) or 'no tasks'} in common, and a proof uses "
             "one set: name it with --split"
         )
     ((name, tasks),) = found.tasks.items()
@@ -219,7 +220,7 @@ def prove(paths: Sequence[Path], plan: Plan, *, split: str | None = None) -> Pro
 
 
 def _place(row: TaskRewards) -> str:
-    """Sorts tasks in an order that has nothing to do with their rewards."""
+    """Sort key that is independent of the rewards."""
     return hashlib.sha256(row_text(row.task).encode()).hexdigest()
 
 
@@ -238,7 +239,7 @@ def _curves(
 
 
 def _files(run: RunDirectory) -> dict[str, list[tuple[int, Path]]]:
-    """By split its files with their steps, the latest first."""
+    """The files of each split with their steps, latest first."""
     found: dict[str, list[tuple[int, Path]]] = {}
     for path in sorted(run.traces.glob("*step_*.jsonl"), reverse=True):
         split, _, number = path.stem.rpartition("step_")
@@ -269,7 +270,8 @@ def _tasks(files: Sequence[Sequence[tuple[int, Path]]]) -> SplitTasks:
 
 
 def _latest(files: Sequence[tuple[int, Path]]) -> dict[str, list[Trace]]:
-    """The rollouts of each task in the latest step that had it; evaluations have all in each."""
+    """The rollouts of each task from its latest step; evaluations contain all tasks in each
+    step."""
     found: dict[str, list[Trace]] = {}
     for step, path in files:
         for trace in read_traces(path, skip=True):
@@ -294,12 +296,12 @@ def _spread(row: TaskRewards) -> float:
 def sparkline(
     curve: Sequence[tuple[int, float]], steps: tuple[int, int], values: tuple[float, float]
 ) -> str:
-    """A curve as a line of bars; the mean where steps share one, a space where there is none.
+    """A curve as a line of bars; steps that share a bar are averaged, and gaps are spaces.
 
     Args:
         curve: (step, value).
-        steps: The first and last step of the line, that of other curves too.
-        values: What the lowest and the highest bar stand for.
+        steps: First and last step of the line, shared with other curves.
+        values: The values of the lowest and the highest bar.
     """
     (first, last), (low, high) = steps, values
     width = min(_WIDTH, last - first + 1)

@@ -1,7 +1,7 @@
-"""`tuner doctor`: what is installed, which engines and backends work here, what would mend it.
+"""`tuner doctor`: what is installed, which engines and backends work here, and how to fix the rest.
 
-Read from the metadata of what is installed and from `nvidia-smi`, so that it answers in a second
-and where importing a library fails. Whether an installed library imports is therefore not known.
+Reads only the metadata of installed packages and `nvidia-smi`, so it answers in a second and also
+when a library fails to import. It does not check whether installed libraries import.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from packaging.specifiers import SpecifierSet
 from pydantic import BaseModel
 
 DISTRIBUTION = "agentscope-tuner"
-# What needs each extra; others are for working on tuner itself.
+# Features that need each extra; the extras that are missing here are for developing tuner.
 _USES = {
     "agentscope1": "agents of AgentScope 1.x",
     "agentscope": "agents of AgentScope 2.x",
@@ -48,15 +48,15 @@ _HIDES = "CUDA_VISIBLE_DEVICES"
 
 
 class DoctorFinding(BaseModel):
-    """One thing that was looked at.
+    """One finding.
 
     Attributes:
         area: "system", "extras", "engines" or "backends".
-        name: What it is.
-        state: "ok"; "missing" where it is not here and nothing asks for it; "broken" where it
-            must be mended.
-        found: What is there, or why it would not work.
-        mend: A command that mends it, or None.
+        name: The part that was examined.
+        state: "ok"; "missing" if it is not installed and not required; "broken" if it must be
+            fixed.
+        found: What is installed, or why it would not work.
+        mend: A command that fixes it, or None.
     """
 
     area: str
@@ -67,7 +67,7 @@ class DoctorFinding(BaseModel):
 
 
 class Examination(BaseModel):
-    """All findings. `well` is whether runs of the local backend can begin."""
+    """All findings. `well` is True if runs of the local backend can start."""
 
     well: bool
     findings: list[DoctorFinding]
@@ -85,12 +85,13 @@ class Examination(BaseModel):
             if one.mend is not None:
                 lines.append(f"      {'':<{width}}  {one.mend}")
         broken = [one.name for one in self.findings if one.state == "broken"]
-        verdict = f"to be mended: {', '.join(broken)}" if broken else "nothing is to be mended"
+        verdict = f"to fix: {', '.join(broken)}" if broken else "nothing to fix"
         return "\n".join([*lines, "", verdict])
 
 
 def examine() -> Examination:
-    """Look at this machine and this environment. Raises nothing; what cannot be read is said."""
+    """Examine this machine and this environment. Raises nothing; unreadable parts become
+    findings."""
     try:
         there = metadata.distribution(DISTRIBUTION)
     except metadata.PackageNotFoundError:
@@ -126,7 +127,7 @@ def _tuner(there: metadata.Distribution | None) -> DoctorFinding:
             area="system",
             name=DISTRIBUTION,
             state="broken",
-            found=f"{place} is on the path and not installed: what it needs is not known",
+            found=f"{place} is on the path but not installed: its requirements are unknown",
             mend=f"pip install -e '{place.parent}'",
         )
     return DoctorFinding(
@@ -139,15 +140,15 @@ def _base(requirements: list[Requirement]) -> DoctorFinding:
     lacking = [str(one) for one in requirements if _lack(one) is not None]
     return DoctorFinding(
         area="system",
-        name="its libraries",
+        name="libraries",
         state="broken" if wrong else "ok",
-        found="; ".join(wrong) or f"all {len(requirements)} in versions that work",
+        found="; ".join(wrong) or f"all {len(requirements)} in supported versions",
         mend=f"pip install {' '.join(map(repr, lacking))}" if lacking else None,
     )
 
 
 def _lack(requirement: Requirement) -> str | None:
-    """What is wrong with what is installed of a requirement; None where it is fulfilled."""
+    """Why the installed version does not meet a requirement; None if it does."""
     version = _version(requirement.name)
     if version is None:
         return f"{requirement.name} is not installed"
@@ -170,7 +171,7 @@ def _gpus() -> list[DoctorFinding]:
         return DoctorFinding(area="system", name=name, state=state, found=found)
 
     if shutil.which(_SMI[0]) is None:
-        return [one("GPU", "missing", "there is no nvidia-smi: runs are computed on the CPU")]
+        return [one("GPU", "missing", "nvidia-smi is missing: runs use the CPU")]
     try:
         said = subprocess.run(_SMI, capture_output=True, text=True, timeout=_SMI_SECONDS)
     except (OSError, subprocess.SubprocessError) as error:
@@ -184,7 +185,7 @@ def _gpus() -> list[DoctorFinding]:
         name, memory, driver = (part.strip() for part in line.split(","))
         found.append(one(f"GPU {index}", "ok", f"{name}, {memory}, driver {driver}"))
     if _HIDES in os.environ:
-        shown = "runs see these alone" if _visible() else "runs see no GPU"
+        shown = "runs see only these" if _visible() else "runs see no GPU"
         found.append(one(_HIDES, "ok", f"is {os.environ[_HIDES]!r}: {shown}"))
     return found
 
@@ -194,14 +195,14 @@ def _visible() -> bool:
 
 
 def _torch(has_gpu: bool) -> DoctorFinding:
-    """Whether PyTorch was built for the GPU that is there, by its `version.py` alone."""
+    """Check that PyTorch was built for the GPU, reading only its `version.py`."""
     version = _version("torch")
     if version is None:
         return DoctorFinding(
             area="system",
             name="PyTorch",
             state="broken",
-            found="it is not installed",
+            found="not installed",
             mend="pip install torch",
         )
     built = _cuda_of_torch()
@@ -220,14 +221,14 @@ def _torch(has_gpu: bool) -> DoctorFinding:
             area="system",
             name="PyTorch",
             state="broken",
-            found=f"{text}, and the driver goes up to CUDA {driver}: the GPU is not used",
-            mend="a newer driver, or a PyTorch for that CUDA  (https://pytorch.org has the index)",
+            found=f"{text}, but the driver supports CUDA up to {driver}: the GPU is not used",
+            mend="a newer driver, or PyTorch for that CUDA  (https://pytorch.org has the index)",
         )
     return DoctorFinding(area="system", name="PyTorch", state="ok", found=text)
 
 
 def _cuda_of_driver() -> str | None:
-    """The latest CUDA that the driver knows, as the head of nvidia-smi's table says it."""
+    """The latest CUDA version that the driver supports, from the header of nvidia-smi's table."""
     try:
         said = subprocess.run(_SMI[:1], capture_output=True, text=True, timeout=_SMI_SECONDS)
     except (OSError, subprocess.SubprocessError):
@@ -249,7 +250,7 @@ def _cuda_of_torch() -> str | None:
 
 
 def _of_extra(requirements: list[Requirement], extra: str) -> list[Requirement]:
-    """What an extra installs beside the libraries of "", those that are always needed."""
+    """Requirements that an extra adds to the base ones; "" gives the base ones."""
     return [
         one
         for one in requirements
@@ -259,7 +260,7 @@ def _of_extra(requirements: list[Requirement], extra: str) -> list[Requirement]:
 
 
 def _command(extra: str) -> str:
-    """How an extra is installed here: from the checkout where tuner is installed as one."""
+    """The command that installs an extra; uses the checkout if tuner is installed from one."""
     try:
         told = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
         where = json.loads(told or "{}")
@@ -273,14 +274,14 @@ def _command(extra: str) -> str:
 def _needing(
     area: str, name: str, use: str, extra: str, wanted: list[Requirement]
 ) -> DoctorFinding:
-    """Whether what an extra installs is here."""
+    """Report whether the requirements of an extra are installed."""
     wrong = [text for one in wanted if (text := _lack(one)) is not None]
     if not wrong:
         versions = ", ".join(f"{one.name} {_version(one.name)}" for one in wanted)
         return DoctorFinding(area=area, name=name, state="ok", found=f"{versions} (for {use})")
     found, mend = f"{'; '.join(wrong)} (for {use})", _command(extra)
     if extra.startswith("agentscope") and _version("agentscope") is not None:
-        found += "; an environment holds one of AgentScope 1.x and 2.x"
+        found += "; an environment can hold only one of AgentScope 1.x and 2.x"
         mend = f"{mend}  (in another environment)"
     return DoctorFinding(area=area, name=name, state="missing", found=found, mend=mend)
 
@@ -300,7 +301,7 @@ def _engines(requirements: list[Requirement], has_gpu: bool) -> Iterator[DoctorF
             update={"state": "missing", "found": "vLLM runs on Linux", "mend": None}
         )
     elif vllm.state == "ok" and not has_gpu and "cpu" not in (_version("vllm") or ""):
-        found = f"{vllm.found}: built for GPUs, and none is here"
+        found = f"{vllm.found}: built for GPUs, and this machine has none"
         vllm = vllm.model_copy(update={"state": "missing", "found": found})
     default = "vllm" if has_gpu and vllm.state == "ok" else "transformers"
     found = f"{place}; vllm is the default here" if default == "vllm" else f"the default, {place}"
@@ -322,6 +323,6 @@ def _backends(requirements: list[Requirement], has_gpu: bool) -> Iterator[Doctor
     )
     use = "tuner.backend: trinity"
     if not has_gpu:
-        use += "; without a GPU it checks configurations, and trains with Tinker's service"
+        use += "; without a GPU it only checks configurations or trains with Tinker's service"
     wanted = _of_extra(requirements, "trinity")
     yield _needing("backends", "trinity", use, "trinity", wanted)

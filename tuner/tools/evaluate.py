@@ -1,8 +1,8 @@
-"""`tuner eval`: models, checkpoints and runs on the same tasks, several times each.
+"""`tuner eval`: evaluate models, checkpoints and runs on the same tasks, several times each.
 
-Rollouts are those of an evaluation during training: the same engine, gateway, limits and seeds, so
-that candidates are given the same random numbers. A rollout that failed has no reward and is in no
-mean; how many did, and how, is said beside it.
+Rollouts use the engine, gateway, limits and seeds of an evaluation during training, so candidates
+get the same random numbers. Failed rollouts have no reward and do not count in means; they are
+counted separately by outcome.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-# Results of an evaluation: numbers for programs, tables for people.
+# Results of an evaluation, as data and as tables.
 
 
 class SetScores(BaseModel):
     """Scores of one candidate on one evaluation set.
 
     Attributes:
-        reward: Mean over the tasks, of the mean of each task's rollouts; None where all failed.
-        pass_at: By k, the chance that one of k rollouts of a task passes.
-        pass_hat: By k, the chance that all of k do.
+        reward: Mean over the tasks of each task's mean reward; None if all rollouts failed.
+        pass_at: Probability that at least one of k rollouts of a task passes, by k.
+        pass_hat: Probability that all k rollouts pass, by k.
         failed: Rollouts without a reward, by outcome.
-        calls, tokens, seconds: Means over rollouts: calls, sampled tokens, time in workflow and
-            judge while others ran.
-        wall_seconds: Time until all had ended.
-        rewards: For each task, in the order of the rows, the rewards of its rollouts that have one.
+        calls, tokens, seconds: Means over rollouts: calls, sampled tokens, and time in workflow and
+            judge while other rollouts ran.
+        wall_seconds: Time until all rollouts had ended.
+        rewards: For each task, in the order of the rows, its rollouts' rewards; failures omitted.
     """
 
     reward: Estimate | None
@@ -92,9 +92,9 @@ class EvaluationSet(BaseModel):
 
 
 class Difference(BaseModel):
-    """Mean reward of a candidate less that of the first, task by task; None without a common task.
+    """Mean difference in reward from the first candidate, by task; None without a common task.
 
-    Tasks are compared one by one, so that their difficulty does not widen the interval.
+    Pairing by task keeps the difficulty of tasks from widening the interval.
     """
 
     set: str
@@ -107,10 +107,10 @@ class Evaluation(BaseModel):
     """Result of `tuner.evaluate()`, and the content of `evaluation.json`.
 
     Attributes:
-        pass_reward: A rollout with at least this reward has passed.
-        sets: By name.
-        candidates: In the order they were given.
-        differences: For each set, every candidate against the first.
+        pass_reward: Minimum reward of a rollout that passes.
+        sets: The evaluation sets, by name.
+        candidates: In the order given.
+        differences: For each set, every candidate compared with the first.
     """
 
     pass_reward: float
@@ -122,7 +122,7 @@ class Evaluation(BaseModel):
         return table_text(*self._tables())
 
     def write(self, folder: Path) -> None:
-        """Leave `evaluation.json` and `evaluation.html`."""
+        """Write `evaluation.json` and `evaluation.html`."""
         write_atomically(folder / "evaluation.json", self.model_dump_json(indent=2))
         write_atomically(
             folder / "evaluation.html",
@@ -152,7 +152,7 @@ class Evaluation(BaseModel):
 
 
 def recorded_tables(*tables: Table, width: int = 100) -> Console:
-    """A console that was shown the tables, to export them as text or as a page."""
+    """A console that has printed the tables, for export as text or as a page."""
     from rich.console import Console
 
     console = Console(file=io.StringIO(), record=True, width=width, highlight=False)
@@ -234,7 +234,7 @@ def evaluate(
     config_path: str | Path | None = None,
     overrides: Sequence[str] = (),
 ) -> Evaluation:
-    """Evaluate one or several models on the same tasks; nothing is trained.
+    """Evaluate one or several models on the same tasks; trains nothing.
 
     Takes the settings of `tune()`, from the same places. Also works inside a running event loop.
 
@@ -242,18 +242,17 @@ def evaluate(
         workflow_func, judge_func, environment: As for `tune()`.
         eval_dataset: One dataset or a dict of them by name; None: the file's evaluation sets.
         candidates: Runs (their newest checkpoint), checkpoints, models or adapters, as folders or
-            names on the Hub; the others are compared with the first. None given: the model of the
-            configuration, and the newest checkpoint of its run where there is one.
-        k: Rollouts of each task. None: as each set says (`repeat_times`).
-        temperature: None: as each set says, and with k above 1 where that is 0,
-            `model.temperature`.
-        limit: Take only the first tasks of each set, as many as this.
-        output: A new folder for `evaluation.json`, `evaluation.html` and for each candidate a
-            folder that `tuner view` shows, with all traces.
+            names on the Hub; the others are compared with the first. Default: the configuration's
+            model and the newest checkpoint of its run, if there is one.
+        k: Rollouts of each task. None: the set's `repeat_times`.
+        temperature: None: the set's; if that is 0 and k is above 1, `model.temperature`.
+        limit: Use only this many tasks of each set, the first ones.
+        output: A new folder for `evaluation.json`, `evaluation.html` and, for each candidate, a
+            folder with all traces that `tuner view` can show.
         model, auxiliary_models, config_path, overrides: As for `tune()`.
 
     Raises:
-        FunctionError, ConfigError, DatasetError, ModelLoadError: As `tune()`.
+        FunctionError, ConfigError, DatasetError, ModelLoadError: As for `tune()`.
         TunerError: A candidate cannot be loaded, or `output` is not empty.
         TrainingError: An engine failed.
     """
@@ -290,7 +289,7 @@ def _evaluated(
     for one in chosen:
         require_model_libraries(with_weights(config, one))
     folder = None if output is None else _new_folder(Path(output))
-    # Names may differ in what no folder can be called.
+    # Names may differ only in characters that folder names cannot have.
     folders = [folder and folder / f"{n}-{_FILE.sub('-', c.name)}" for n, c in enumerate(chosen, 1)]
     tried = zip(chosen, folders, strict=True)
     scores = outside_event_loop(lambda: [_scores(run, one, own) for one, own in tried])
@@ -315,7 +314,7 @@ def _evaluated(
 
 
 def _asked(config: RunConfig, k: int | None, temperature: float | None) -> RunConfig:
-    """The configuration with these rollouts and this temperature in place of its sets' own."""
+    """The configuration with `k` and `temperature` in place of the sets' values."""
     if k is not None and k < 1:
         raise ConfigError(f"k is {k}: give at least one rollout of each task")
     if temperature is not None and temperature < 0:
@@ -327,7 +326,7 @@ def _asked(config: RunConfig, k: int | None, temperature: float | None) -> RunCo
         if temperature == 0 and repeat > 1:
             raise ConfigError(
                 f"temperature is 0, with {repeat} rollouts of each task of {taskset.name!r}: all "
-                "of them would be the same; give k=1, or a temperature above 0"
+                "of them would be equal; set k=1, or a temperature above 0"
             )
         own = config.rollout_args(taskset).temperature if temperature is None else temperature
         if not own and repeat > 1:
@@ -340,18 +339,18 @@ def _asked(config: RunConfig, k: int | None, temperature: float | None) -> RunCo
 
 
 def _distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The same, with unique names; refuses a candidate that is given twice."""
+    """The candidates with unique names; rejects duplicates."""
     paths = Counter(one.path for one in candidates)
     if twice := [path for path, count in paths.items() if count > 1]:
-        raise ConfigError(f"the candidate {twice[0]} is given twice: leave one out")
+        raise ConfigError(f"the candidate {twice[0]} is given twice: remove one")
     names = Counter(one.name for one in candidates)
     return [one if names[one.name] == 1 else replace(one, name=one.path) for one in candidates]
 
 
 def _new_folder(path: Path) -> Path:
-    """`path` as a new private folder; refuses one with something in it."""
+    """Create `path` as a private folder; rejects one that is not empty."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ConfigError(f"output is {str(path)!r}, and something is there: name a new folder")
+        raise ConfigError(f"output is {str(path)!r}, which is not empty: name a new folder")
     make_private(path)
     return path
 
@@ -369,16 +368,16 @@ def _scores(run: Run, candidate: Candidate, folder: Path | None) -> CandidateSco
         store = TraceStore(own.traces)
     with deterministic_torch(config.tuner.deterministic):
         sets = asyncio.run(_try(replace(run, config=config), candidate.name, store))
-    gc.collect()  # a model that is in a circle would be in the way of the next one
+    gc.collect()  # reference cycles would keep the model in memory while the next one loads
     return CandidateScores(name=candidate.name, path=candidate.path, sets=sets)
 
 
 async def _try(run: Run, name: str, store: TraceStore | None) -> dict[str, SetScores]:
-    """The scores of a model by evaluation set."""
+    """Scores of a model, by evaluation set."""
     from rich.console import Console
 
     config, found = run.config, dict[str, SetScores]()
-    # The results may be read by a program.
+    # Keep stdout free: the results may be read by a program.
     console = ConsoleMonitor(1, Console(stderr=True, highlight=False, soft_wrap=True))
     running = 1 if config.tuner.deterministic else config.explorer.runner_per_model
     trials = CandidateTrials(run.eval_tasks, store, console, running)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PRECISIONS = ("float32", "bfloat16", "float16")
 _CARD = "README.md"
 _OF_THE_RUN = (TRAINER_STATE, MANIFEST, "version.json", _CARD)
-"""What a checkpoint holds to go on training with."""
+"""Files of a checkpoint that are only needed to resume training."""
 
 
 def export(
@@ -37,20 +37,20 @@ def export(
     push: str | None = None,
     public: bool = False,
 ) -> tuple[Path, str | None]:
-    """Write a checkpoint into a new folder, and where that is asked for to the Hub.
+    """Write a checkpoint into a new folder, and optionally push it to the Hub.
 
     Args:
         source: A run (its newest checkpoint) or a checkpoint.
-        folder: A new folder, or an empty one.
-        merge: Add an adapter to its model, in float32, which gives a model that needs no peft.
-        dtype: Of the weights. None: as they are in the checkpoint; of a merged model as in the
-            model that the adapter was trained on.
-        push: `owner/name` of a repository on the Hub, which is made if it is not there, with the
-            token of `hf auth login` or HF_TOKEN.
-        public: Whether one that is made can be read by everybody.
+        folder: A new or empty folder.
+        merge: Merge an adapter into its model, in float32; the result does not need peft.
+        dtype: Data type of the weights. None keeps the checkpoint's; for a merged model, that of
+            the model the adapter was trained on.
+        push: `owner/name` of a repository on the Hub, created if missing, with the token of
+            `hf auth login` or HF_TOKEN.
+        public: Make a created repository public.
 
     Returns:
-        The folder, and the address of the commit on the Hub.
+        The folder, and the URL of the commit on the Hub.
     """
     candidate = find_candidate(source)
     adapter = candidate.base is not None and not merge
@@ -65,7 +65,8 @@ def export(
                 candidate.path,
                 inside,
                 ignore=shutil.ignore_patterns(*_OF_THE_RUN),
-                copy_function=shutil.copyfile,  # the checkpoint's are for its owner alone
+                # the checkpoint's files are readable only by their owner
+                copy_function=shutil.copyfile,
                 dirs_exist_ok=True,
             )
         _keep_template(candidate, inside)
@@ -77,31 +78,29 @@ def export(
 
 
 def _check(candidate: Candidate, *, merge: bool, dtype: str | None, push: str | None) -> None:
-    """Raises ConfigError where what was asked for is not possible."""
+    """Raise ConfigError if the options do not fit the checkpoint."""
     if dtype is not None and dtype not in PRECISIONS:
-        raise ConfigError(f"dtype is {dtype!r}: give {', '.join(PRECISIONS)}, or leave it out")
+        raise ConfigError(f"dtype is {dtype!r}: give {', '.join(PRECISIONS)}, or omit it")
     if not Path(candidate.path).is_dir():
-        raise ConfigError(
-            f"there is no folder {candidate.path}: give that of a run or of a checkpoint"
-        )
+        raise ConfigError(f"folder {candidate.path} is missing: give that of a run or a checkpoint")
     if merge and candidate.base is None:
         raise ConfigError(
-            f"{candidate.path} holds all weights, so there is nothing to merge: leave --merge out"
+            f"{candidate.path} holds a full model, so there is nothing to merge: omit --merge"
         )
     if dtype is not None and candidate.base is not None and not merge:
         raise ConfigError(
-            f"{candidate.path} is an adapter, which stays as it was trained: add --merge, or leave "
-            "--dtype out"
+            f"{candidate.path} is an adapter, whose data type cannot be changed: add --merge, or "
+            "omit --dtype"
         )
     if push is not None and candidate.base is not None and located(candidate.base) is not None:
         raise ConfigError(
-            f"the adapter {candidate.path} belongs to {candidate.base}, a model of this machine, "
-            "so nobody could use it from the Hub: add --merge"
+            f"the adapter {candidate.path} belongs to {candidate.base}, a local model, so it could "
+            "not be used from the Hub: add --merge"
         )
 
 
 def _merged(candidate: Candidate, dtype: str | None) -> PreTrainedModel:
-    """The model that an adapter belongs to, with the adapter in its weights."""
+    """The base model with the adapter merged into its weights."""
     import torch
 
     from tuner.runs.models import load_settings, require_peft
@@ -131,7 +130,7 @@ def _save(candidate: Candidate, model: PreTrainedModel, folder: Path) -> None:
 
 
 def _keep_template(candidate: Candidate, folder: Path) -> None:
-    """Give the tokenizer the chat template that the run set in place of its own."""
+    """Set the tokenizer's chat template to the one that the run used."""
     config = {} if candidate.run is None else candidate.run.stored_config()
     template = lookup(config, "model.custom_chat_template")
     if (path := lookup(config, "model.chat_template_path")) is not None:
@@ -139,8 +138,8 @@ def _keep_template(candidate: Candidate, folder: Path) -> None:
             template = Path(path).read_text(encoding="utf-8")
         except OSError as error:
             raise TunerError(
-                f"{path}, the chat template of the run (model.chat_template_path), cannot be "
-                f"read: {error.strerror}; put it back there"
+                f"cannot read {path}, the chat template of the run (model.chat_template_path): "
+                f"{error.strerror}; restore the file"
             ) from error
     if template is None:
         return
@@ -153,28 +152,28 @@ def _keep_template(candidate: Candidate, folder: Path) -> None:
 
 @contextmanager
 def _filled(folder: Path) -> Iterator[Path]:
-    """A folder beside `folder` that gets its name once it is complete."""
+    """Yield a folder next to `folder` that is renamed to it once complete."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is there and not empty: name a new folder")
+        raise ConfigError(f"{folder} is not empty: name a new folder")
     inside = folder.with_name(f".{folder.name}.part")
     try:
         shutil.rmtree(inside, ignore_errors=True)
         inside.mkdir(parents=True)
         yield inside
-        inside.replace(folder)  # an empty folder of that name goes
+        inside.replace(folder)  # replaces an empty folder of that name
     except OSError as error:
         if isinstance(error, TunerError):
             raise
         raise TunerError(
-            f"{folder} cannot be written: {error.strerror or error}; make room there, or name "
-            "another folder"
+            f"cannot write {folder}: {error.strerror or error}; free space there, or name another "
+            "folder"
         ) from error
     finally:
         shutil.rmtree(inside, ignore_errors=True)
 
 
 def _push(folder: Path, name: str, *, public: bool) -> str:
-    """Upload a folder; gives the address of the commit."""
+    """Upload a folder; returns the URL of the commit."""
     from huggingface_hub import HfApi
 
     try:
@@ -183,11 +182,12 @@ def _push(folder: Path, name: str, *, public: bool) -> str:
         done = api.upload_folder(
             repo_id=name, folder_path=folder, commit_message="Exported with agentscope-tuner"
         )
-    except Exception as error:  # of its HTTP library too, which is another one in each version
+    # includes errors of its HTTP library, which differs between versions
+    except Exception as error:
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise TunerError(
-            f"--push {name}: {first}; log in with `hf auth login` or set HF_TOKEN to a token that "
-            f"may write there. The export is in {folder}"
+            f"--push {name}: {first}; log in with `hf auth login`, or set HF_TOKEN to a token with "
+            f"write access. The export is in {folder}"
         ) from error
     return str(done.commit_url)
 
@@ -199,12 +199,12 @@ _LIBRARIES = ("agentscope-tuner", "torch", "transformers", "peft")
 
 
 def model_card(candidate: Candidate, *, title: str, adapter: bool) -> ModelCard:
-    """The card; paths of this machine are not in it, only their last part.
+    """The model card; local paths are reduced to their last part.
 
     Args:
-        candidate: What is exported.
-        title: Its heading.
-        adapter: Whether the folder holds an adapter without its model.
+        candidate: The exported checkpoint.
+        title: The card's heading.
+        adapter: True if the folder holds an adapter without its model.
     """
     config = {} if candidate.run is None else candidate.run.stored_config()
     base = candidate.base or lookup(config, "model.model_path")
@@ -230,7 +230,7 @@ def model_card(candidate: Candidate, *, title: str, adapter: bool) -> ModelCard:
 
 
 def _on_the_hub(path: Any) -> bool:
-    """Whether a model or dataset has a name there; folders of this machine have none."""
+    """True if a model or dataset has a name on the Hub; False for local folders."""
     return (
         isinstance(path, str)
         and path.count("/") == 1
@@ -260,7 +260,8 @@ def _introduction(candidate: Candidate, base: Any) -> Iterator[str]:
 
 
 def _rewards(candidate: Candidate) -> Iterator[str]:
-    """Of each evaluation set before training and at the checkpoint, and the training rewards."""
+    """Rewards of each evaluation set before training and at the checkpoint, and training
+    rewards."""
     if candidate.run is None:
         return
     up_to = 10**9 if candidate.step is None else candidate.step
@@ -283,11 +284,11 @@ def _rewards(candidate: Candidate) -> Iterator[str]:
         (first, before), (last, after) = found[0], found[-1]
         yield f"| {what} | {before:.3f} | {first} | {after:.3f} | {last} |"
     yield ""
-    yield "Step 0 is before training. A rollout that failed has no reward and is in no mean."
+    yield "Step 0 is before training. Failed rollouts have no reward and are in no mean."
 
 
 def _training(config: Mapping[str, Any]) -> Iterator[str]:
-    """The settings worth seeing."""
+    """The main settings."""
     if not config:
         return
 
@@ -330,7 +331,7 @@ def _data(source: Mapping[str, Any]) -> str:
 
 
 def _function(reference: Any) -> str | None:
-    """`main.py:judge` of a path; a module's name as it is."""
+    """`main.py:judge` for a path; a module's name unchanged."""
     return None if reference is None else f"`{str(reference).rpartition('/')[2]}`"
 
 
@@ -338,11 +339,11 @@ def _use(adapter: bool, base: Any) -> Iterator[str]:
     yield "## Use"
     yield ""
     model = _short(base)
-    yield "`FOLDER` is this folder, or its name on the Hub; the chat template is that of training."
+    yield "`FOLDER` is this folder or its name on the Hub; the chat template is that of training."
     if adapter and (str(base).startswith(PACKAGE) or str(base).endswith(GGUF)):
         yield (
             f"`BASE` is `{model}` as a Hugging Face folder; `tuner export --merge` writes a model "
-            "that needs none."
+            "that does not need it."
         )
         model = "BASE"
     yield ""

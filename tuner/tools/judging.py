@@ -1,7 +1,7 @@
-"""Responses judged outside a rollout: recorded ones, by another judge than the run had.
+"""Judge responses outside rollouts, such as recorded ones with another judge.
 
 `tuner replay` only scores them; `tuner rebase` trains on the new rewards; `tuner check --judge`
-calls the judge in the same way on responses whose worth is known.
+judges responses of known quality in the same way.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tuner.traces import Outcome, Trace, TraceStore, read_traces
 
 logger = logging.getLogger("tuner")
 
-# The workflow returned a response in these; in the others there is nothing to judge.
+# Outcomes with a response from the workflow; with other outcomes there is nothing to judge.
 JUDGED = (
     Outcome.COMPLETED,
     Outcome.JUDGE_ERROR,
@@ -51,7 +51,7 @@ class JudgeCalls:
 
     Args:
         models: Opens the auxiliary models of one call, by its session and seed.
-        timeout: Seconds for one call; None: any.
+        timeout: Maximum seconds of one call; None for no limit.
         retries: Further calls of a judge that fails.
 
     Attributes:
@@ -72,7 +72,7 @@ class JudgeCalls:
     async def call(
         self, task: Mapping[str, Any], responses: Sequence[Any], session: str, seed: int
     ) -> list[JudgeResult]:
-        """Judgements of one call; its `responses` are a group's, or a single one."""
+        """Judgements of one call; `responses` are those of a group, or a single one."""
 
         async def ask() -> list[JudgeOutput]:
             with self.models(session, seed) as models:
@@ -104,7 +104,7 @@ class JudgeCalls:
     async def judge_traces(
         self, traces: Sequence[Trace], wanted: Callable[[Trace], bool]
     ) -> list[JudgeResult | None]:
-        """A new judgement of each trace that is wanted, whose responses were stored as text."""
+        """A new judgement of each wanted trace, with the response stored as text."""
         groups = defaultdict[tuple[int, int, int], list[int]](list)
         for place, trace in enumerate(traces):
             if wanted(trace):
@@ -126,7 +126,7 @@ class JudgeCalls:
             for place in places:
                 found[place] = by_id[traces[place].id]
 
-        # A group of tasks: the first error that is the judge's own mistake ends the others.
+        # In a group of asyncio tasks, the first mistake of the judge's code cancels the others.
         try:
             async with asyncio.TaskGroup() as group:
                 for places in groups.values():
@@ -137,8 +137,10 @@ class JudgeCalls:
 
 
 def was_judged(trace: Trace) -> bool:
-    """True of a rollout that reached its judge. A reward function that failed inside the workflow
-    leaves the judge's outcomes, and no response."""
+    """True if a rollout reached its judge.
+
+    A reward function that failed inside the workflow leaves a judge's outcome but no response.
+    """
     if not trace.final or trace.outcome is Outcome.COMPLETED:
         return trace.final
     asked = trace.outcome in JUDGED and bool(trace.seconds.get("judge"))
@@ -151,16 +153,16 @@ def asks_for_models(judge: Callable[..., Any]) -> bool:
     return takes_any or "auxiliary_models" in parameters
 
 
-# `tuner replay`: stored traces scored by another judge. No model is run and none is loaded.
+# `tuner replay`: score stored traces with another judge; loads no model.
 
 
 class NoModels(dict[str, Any]):
-    """The auxiliary models of a replay: none."""
+    """The auxiliary models of a replay: every access fails."""
 
     def __missing__(self, name: str) -> NoReturn:
         raise FunctionError(
-            f"the judge asks for the auxiliary model {name!r}, but tuner replay runs no model; "
-            "call a model of your own in the judge, or judge while the run is in progress"
+            f"the judge uses the auxiliary model {name!r}, but tuner replay loads no model; "
+            "call an external model in the judge, or judge during the run"
         )
 
 
@@ -168,7 +170,7 @@ class NoModels(dict[str, Any]):
 class StepScores:
     """Sums over the scores of one step, or of several.
 
-    `before` and `after` are number and sum of rewards; `said` has the first error of each class.
+    `before` and `after` are count and sum of rewards; `said` has the first error of each class.
     """
 
     scored: int = 0
@@ -211,7 +213,7 @@ class ReplayResult:
     path: Path
 
     def __str__(self) -> str:
-        """Per step: traces scored, mean reward before and after, how many changed, errors."""
+        """For each step: traces scored, mean reward before and after, number of changes, errors."""
         names = ("step", "scored", "old mean", "new mean", "changed", "errors")
         lines, total = [_line(*names)], StepScores()
         for step, scores in sorted(self.steps.items()):
@@ -222,7 +224,7 @@ class ReplayResult:
             lines.append(f"{count} x {kind}, for instance: {total.said[kind]}")
         if total.unscored:
             counts = ", ".join(f"{count} {name}" for name, count in total.unscored.most_common())
-            lines.append(f"not scored, since there is no response to judge: {counts}")
+            lines.append(f"not scored, because there is no response to judge: {counts}")
         return "\n".join([*lines, f"scores: {self.path}"])
 
 
@@ -245,19 +247,19 @@ def replay(
 ) -> ReplayResult:
     """Score stored traces again; writes `replay_<name>.jsonl` into the run directory.
 
-    Attempts that a retry replaced are left out. The judge gets `task`, a `StoredResponse`, or those
-    of a group, and no auxiliary models. Must be called where no event loop is running.
+    Skips attempts that a retry replaced. The judge gets `task`, a `StoredResponse` or those of a
+    group, and no auxiliary models. Must not be called from a running event loop.
 
     Args:
         run: The run directory.
         judge: The judge.
-        name: Names the judge in the file's name.
+        name: Name of the judge in the file's name.
         split: "train", or the name of an evaluation set.
-        steps: First and last step; None takes all.
+        steps: First and last step; None for all.
 
     Raises:
-        FunctionError: The judge cannot be called, returned something of the wrong type, asked for
-            a field that the task does not have, or for an auxiliary model.
+        FunctionError: The judge cannot be called, returned the wrong type, or needs a field that
+            the task does not have, or an auxiliary model.
         TunerError: The run has no such traces.
     """
     check_judge_function(judge)
@@ -302,7 +304,7 @@ def _row(trace: Trace, judgement: JudgeResult) -> dict[str, Any]:
 
 
 def parse_steps(text: str | None) -> tuple[int, int] | None:
-    """`3-7`, `3` or None as first and last step."""
+    """First and last step of `3-7` or `3`; None for None."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
@@ -314,7 +316,7 @@ def parse_steps(text: str | None) -> tuple[int, int] | None:
 def _files(run: Path, split: str, steps: tuple[int, int] | None) -> list[tuple[int, Path]]:
     folder = run / "traces"
     if not folder.is_dir():
-        raise TunerError(f"{run} is not a run: it has no folder traces/")
+        raise TunerError(f"{run} is not a run: it has no traces/ folder")
     store = TraceStore(folder)
     found, splits = [], set()
     for path in folder.glob("*step_*.jsonl"):

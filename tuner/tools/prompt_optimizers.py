@@ -1,8 +1,8 @@
-"""The search by GEPA (Agrawal et al., arXiv 2507.19457): the joint between its loop and ours.
+"""Prompt search with GEPA (Agrawal et al., arXiv 2507.19457): the interface to its loop.
 
-GEPA asks for rollouts and for reflections from its own thread, and blocks there; both are
-made in the event loop. What its loop would swallow (a failing reflection among it) is kept, ends
-the search, and is raised.
+GEPA requests rollouts and reflections from its own thread and blocks until it gets them; both are
+made in the event loop. Errors that its loop would swallow, such as a failing reflection, are
+stored, end the search, and are raised.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from tuner.traces import Call, Trace
 T = TypeVar("T")
 logger = logging.getLogger("tuner.prompts")
 CHARACTERS = 4_000
-"""Length of a rollout's conversation in a reflection: its beginning and its end."""
+"""Maximum characters of a rollout's conversation in a reflection: its beginning and its end."""
 
 Evaluate = Callable[[Prompts, Sequence[int]], Awaitable[list[Trace]]]
 Ask = Callable[[str], Awaitable[str]]
 
 
 class Bridge:
-    """From the searching thread into the event loop; keeps the failure that ended the search."""
+    """Runs work of the search's thread in the event loop; keeps the error that ended it."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -50,7 +50,7 @@ class Bridge:
         self.failure: BaseException | None = None
 
     def result(self, work: Callable[[], Awaitable[T]]) -> T:
-        """The result of `work()`, for which the calling thread waits; its failure is kept."""
+        """The result of `work()`; blocks the calling thread and stores an error."""
 
         async def awaited() -> T:
             return await work()
@@ -66,14 +66,14 @@ class Bridge:
         return value
 
     async def run(self, search: Callable[[], Any]) -> None:
-        """`search()` to its end, in a thread; raises what ended it before that."""
+        """Run `search()` in a thread; raises the error that ended it early."""
         try:
             await in_thread(search)
         except Exception:
             if self.failure is None:
                 raise
         finally:
-            self._closed = True  # who is interrupted waits for nothing more
+            self._closed = True  # after an interruption, wait for nothing more
             if self._waited is not None:
                 self._waited.cancel()
         if self.failure is not None:
@@ -81,10 +81,10 @@ class Bridge:
 
 
 class GepaAdapter:
-    """GEPA's view of our rollouts; one without a reward scores `failure_score`."""
+    """GEPA's adapter for our rollouts; a rollout without a reward scores `failure_score`."""
 
     propose_new_texts = None
-    """Without the attribute GEPA swallows every reflection, and gives the first prompt back."""
+    """Without this attribute GEPA swallows every reflection and returns the first prompt."""
 
     def __init__(self, bridge: Bridge, evaluate: Evaluate, failure_score: float) -> None:
         self._bridge = bridge
@@ -94,7 +94,7 @@ class GepaAdapter:
     def evaluate(
         self, batch: list[int], candidate: dict[str, str], capture_traces: bool = False
     ) -> Any:
-        """GEPA's `EvaluationBatch` of a candidate on rows that are named by their numbers."""
+        """GEPA's `EvaluationBatch` of a candidate on rows given by index."""
         from gepa.core.adapter import EvaluationBatch
 
         traces = self._bridge.result(lambda: self._evaluate(candidate, batch))
@@ -107,18 +107,18 @@ class GepaAdapter:
     def make_reflective_dataset(
         self, candidate: dict[str, str], eval_batch: Any, components_to_update: list[str]
     ) -> dict[str, list[dict[str, Any]]]:
-        """Records that the reflecting model is shown, by component."""
+        """Records to show the reflection model, by component."""
         traces: list[Trace] = eval_batch.trajectories
         return {name: [record(trace, name) for trace in traces] for name in components_to_update}
 
 
 def score_of(trace: Trace, failure_score: float) -> float:
-    """A rollout's reward; where it has none, what the search takes it for."""
+    """The rollout's reward, or `failure_score` if it has none."""
     return failure_score if trace.reward is None else trace.reward
 
 
 def record(trace: Trace, component: str) -> dict[str, Any]:
-    """A rollout in the words of GEPA's prompt; of several agents, what the component's own did."""
+    """A rollout in the form of GEPA's prompt; with several agents, only the component's calls."""
     own = [call for call in trace.calls if call.role == component]
     said = "\n\n".join(_turns(own or trace.calls)) or trace.response
     return {"Inputs": row_text(trace.task), "Generated Outputs": _cut(said), "Feedback": _of(trace)}
@@ -132,7 +132,7 @@ def _of(trace: Trace) -> str:
 
 
 def _turns(calls: Sequence[Call]) -> list[str]:
-    """Each message once; the system's are the prompts that are searched for."""
+    """Each message once; system messages are omitted, since they are the prompts being searched."""
     seen, lines = set[str](), list[str]()
     for call in calls:
         for message in [*call.messages, call.response]:
@@ -169,10 +169,10 @@ async def evolve(
     perfect_score: float | None,
     seed: int,
 ) -> None:
-    """Search by GEPA; `callbacks` are told of every candidate that is compared with the others.
+    """Search with GEPA; `callbacks` are notified of every candidate compared on `compare_on`.
 
-    Rollouts on the rows `reflect_on` are reflected on; those on `compare_on` decide. `spent_all` is
-    asked between proposals.
+    Reflections use rollouts on the rows `reflect_on`; those on `compare_on` decide. `spent_all` is
+    checked between proposals.
     """
     from gepa.api import optimize
 
@@ -200,18 +200,18 @@ async def evolve(
 
 
 class _Quiet:
-    """GEPA's own lines, for who asks for them: what is worth telling, we tell."""
+    """Silences GEPA's logger; the search logs its own progress."""
 
     def log(self, message: str) -> None:
         logger.debug("%s", message)
 
 
-# The candidates of a search as they are compared: who came of whom, and what each is worth.
+# The compared candidates of a search: their parents and scores.
 
 
 @dataclass(eq=False)
 class CandidateTree:
-    """The candidates that were compared, kept in `tree.json`; GEPA calls the `on_` methods."""
+    """The compared candidates, stored in `tree.json`; GEPA calls the `on_` methods."""
 
     directory: RunDirectory
     trials: PromptTrials
@@ -225,7 +225,7 @@ class CandidateTree:
     _began: float = field(default_factory=time.perf_counter, init=False)
 
     def add(self, prompts: Prompts, parents: Sequence[int], scores: Mapping[int, float]) -> None:
-        """Add a compared candidate with its score on each row; `parents` count compared ones."""
+        """Add a compared candidate with its score on each row; `parents` are indices."""
         number, mean = self.trials.log.number(prompts), fmean(scores.values())
         before = [self._accepted[place] for place in parents]
         self._accepted.append(
@@ -247,30 +247,30 @@ class CandidateTree:
 
     @property
     def first(self) -> dict[str, Any]:
-        """The prompts that the search began with."""
+        """The prompts at the start of the search."""
         return self._accepted[0]
 
     @property
     def best(self) -> dict[str, Any]:
-        """The first of those with the highest mean."""
+        """The first candidate with the highest mean."""
         return max(self._accepted, key=lambda one: float(one["mean"]))
 
     def on_valset_evaluated(self, event: Mapping[str, Any]) -> None:
-        """A candidate was compared with the others."""
+        """A candidate was compared on all rows."""
         parents = [index for index in event["parent_ids"] if index is not None]
         scores = {self.compare_on[place]: one for place, one in event["scores_by_val_id"].items()}
         self.add(event["candidate"], parents, scores)
 
     def on_candidate_selected(self, event: Mapping[str, Any]) -> None:
-        """A proposal is going to be made for a candidate."""
+        """A candidate was selected for a proposal."""
         self._parent, self._proposed = event["candidate_idx"], dict(event["candidate"])
 
     def on_proposal_end(self, event: Mapping[str, Any]) -> None:
-        """The reflecting model has proposed new texts."""
+        """The reflection model has proposed new texts."""
         self._proposed |= event["new_instructions"]
 
     def on_candidate_rejected(self, event: Mapping[str, Any]) -> None:
-        """A proposal was no better on the tasks that it was made for; the scores are sums."""
+        """A proposal was no better on the tasks it was made for; the scores are sums."""
         self._rejected.append(
             {
                 "number": self.trials.log.number(self._proposed),
@@ -304,32 +304,32 @@ class CandidateTree:
         write_atomically(self.directory.path / "tree.json", json.dumps(tree, indent=2))
 
 
-# The search by MIPROv2 (Opsahl-Ong et al., arXiv 2406.11695), with instructions alone.
+# Prompt search with MIPROv2 (Opsahl-Ong et al., arXiv 2406.11695), instructions only.
 #
-# DSPy lets the reflecting model propose texts, by what rows and rollouts look like, and Optuna
-# chooses which combinations of them are tried. Rollouts and answers are ours; what its loop would
-# swallow, or take for a score of 0, ends the search.
+# DSPy has the reflection model propose texts from rows and rollouts, and Optuna chooses which
+# combinations to try. Rollouts and answers are ours; errors that its loop would swallow, or score
+# as 0, end the search.
 
 
 _optuna_log = logging.getLogger("tuner")
 
 SHOWN = 10
-"""Rollouts of the first texts, of which proposals are shown some that went well."""
+"""Number of rollouts of the first texts; proposals are shown some that went well."""
 DEMONSTRATIONS = 3
-"""Rollouts among them that one proposal is shown."""
+"""Number of these that each proposal is shown."""
 DESCRIBED = 100
-"""Rows that the reflecting model describes before it proposes."""
-# MIPROv2's: with more rows that decide, most combinations are tried on a part of them.
+"""Number of rows that the reflection model describes before it proposes."""
+# MIPROv2's value: with more rows to compare on, most combinations are tried on a part of them.
 FULL, MINIBATCH = 50, 35
 
 
 class _Ended(BaseException):
-    """Ends the search. MIPROv2 catches every Exception, and continues with a score of 0."""
+    """Ends the search. MIPROv2 catches every Exception and continues with a score of 0."""
 
 
 @dataclass(eq=False)
 class _Scores:
-    """Scores of combinations of texts; each is tried on a row once, as with DSPy's own cache."""
+    """Scores of combinations of texts; each is tried once per row, as with DSPy's own cache."""
 
     bridge: Bridge
     evaluate: Evaluate
@@ -342,14 +342,14 @@ class _Scores:
     )
 
     def waited(self, work: Callable[[], Awaitable[T]]) -> T:
-        """The result of `work()`; a failure, which the bridge keeps, ends the search."""
+        """The result of `work()`; an error, which the bridge stores, ends the search."""
         try:
             return self.bridge.result(work)
         except Exception as error:
             raise _Ended from error
 
     def traces(self, prompts: Prompts, rows: Sequence[int]) -> list[Trace]:
-        """A rollout of each of these rows."""
+        """One rollout for each of these rows."""
         known = self.known[tuple(prompts.values())]
         if wanted := [row for row in rows if row not in known]:
             if prompts != self.first and self.spent_all():
@@ -370,7 +370,7 @@ class _Scores:
 
 
 class _Engine:
-    """The reflecting model, as DSPy asks it: a request becomes one text."""
+    """The reflection model behind DSPy's interface; a request becomes one text."""
 
     def __init__(self, answer: Callable[[str], str]) -> None:
         self._answer = answer
@@ -396,10 +396,10 @@ async def instruct(
     failure_score: float,
     seed: int,
 ) -> None:
-    """Search by MIPROv2; `tree` gets what was compared, the first texts at least.
+    """Search with MIPROv2; `tree` receives the compared candidates, at least the first texts.
 
-    Proposals are made from the rows `reflect_on`, at most `most` for each component, the first text
-    included. `spent_all` is asked before each trial.
+    Proposals are made from the rows `reflect_on`, a maximum of `most` for each component including
+    the first text. `spent_all` is checked before each trial.
     """
     bridge = Bridge()
     scores = _Scores(bridge, evaluate, tree, first, failure_score, spent_all)
@@ -426,7 +426,7 @@ async def instruct(
     if len(scores.known) == 1 and spent_all():
         _optuna_log.warning(
             "the budget was spent before a proposed text was tried: raise max_rollouts, max_tokens "
-            "or max_cost, and the search goes on from here"
+            "or max_cost, and the search resumes from here"
         )
 
 
@@ -446,7 +446,7 @@ def _compile(
     for place, (name, text) in enumerate(first.items()):
         signature = dspy.Signature(f"task -> {_field(name)}", text)
         setattr(program, f"component_{place}", dspy.Predict(signature))
-    # DSPy removes indentation: texts that it did not propose stay as they were given.
+    # DSPy removes indentation: texts that it did not propose stay as given.
     unchanged = _instructions(program)
     good = [
         trace for trace in shown if score_of(trace, scores.failure_score) > scores.failure_score
@@ -461,7 +461,7 @@ def _compile(
         return SimpleNamespace(score=100 * scores.mean(prompts, [one.row for one in devset]))
 
     class Instructions(dspy.MIPROv2):  # type: ignore[misc]  # untyped
-        """Its own would make one rollout after the other, and many of the first texts."""
+        """Replaces MIPROv2's sequential sampling, which runs the first texts many times."""
 
         def _bootstrap_fewshot_examples(self, *_: Any, **__: Any) -> Any:
             return _demonstrations(first, good, count, seed)
@@ -495,8 +495,8 @@ def _compile(
         )
     except AdapterParseError as error:
         raise TrainingError(
-            "the reflecting model does not answer in the form that DSPy asks for: name another "
-            f"one, or leave optimizer at 'gepa'; {error}"
+            "the reflection model does not answer in the form that DSPy requires: set another "
+            f"model, or leave optimizer at 'gepa'; {error}"
         ) from error
 
 
@@ -505,14 +505,14 @@ def _instructions(program: Any) -> list[str]:
 
 
 def _field(component: str) -> str:
-    """The name in a signature, where not every character may be, of what a component brings."""
+    """Name of a component's output field in a signature, which does not allow every character."""
     return "response_with_" + re.sub(r"\W", "_", component)
 
 
 def _demonstrations(
     first: Mapping[str, str], good: Sequence[Trace], count: int, seed: int
 ) -> dict[int, list[list[Any]]]:
-    """For each component and proposal the rollouts that it is shown; the first has none."""
+    """The rollouts to show for each component and proposal; the first proposal is shown none."""
     import dspy
 
     chance, size = random.Random(seed), min(DEMONSTRATIONS, len(good))
@@ -531,7 +531,7 @@ def _demonstrations(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """DSPy's lines only where something fails: what is worth telling, we tell."""
+    """Let DSPy log only errors; the search logs its own progress."""
     library = logging.getLogger("dspy")
     level = library.level
     library.setLevel(logging.ERROR)

@@ -1,7 +1,7 @@
-"""`prompts.html` of a search: the tree of candidates, what each is worth where, and what was said.
+"""Write `prompts.html` of a search: the tree of candidates, their scores by task, and rollouts.
 
-One HTML file without a script and without requests to anywhere. Tasks, prompts and what models
-wrote come into it as text only: the template escapes all that it is given.
+One HTML file without scripts or external requests. The template escapes tasks, prompts and model
+output.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ logger = logging.getLogger("tuner")
 NAME = "prompts.html"
 ASSETS = Path(__file__).with_name("assets")
 PROMPT_CHARACTERS = 20_000
-"""Longest text of a prompt; a longer one is cut, and says so."""
+"""Maximum length of a prompt; a longer one is cut and marked."""
 SAID_CHARACTERS = 500
-"""Longest text of a task, a response or feedback."""
+"""Maximum length of a task, a response or feedback."""
 ROLLOUT_CHARACTERS = 1_500_000
-"""All rollouts that are shown together; other tasks are left out, and counted."""
+"""Maximum of all rollouts shown together; further tasks are omitted and counted."""
 OVERHEAD = 120
-"""Characters of the page around a rollout's texts."""
+"""Characters of markup for each rollout."""
 WORDS = 2_000
-"""Texts of more words are compared by lines."""
+"""Texts of more words are compared line by line."""
 SHADES = 8
 
 
@@ -58,10 +58,10 @@ class ShownRollout:
 
 @dataclass
 class ComparedPrompt:
-    """A candidate that was compared with the others; its number is the step of its traces.
+    """A compared candidate; its number is the step of its traces.
 
-    `changed` has the texts that are not its parent's, as difference and whole, by component;
-    `best_on` and `alone_on` count tasks that none is better on, and no other is as good on.
+    `changed` has the texts that differ from its parent's, by component, as a difference and whole;
+    `best_on` counts tasks on which no candidate is better, `alone_on` those on which none is equal.
     """
 
     number: int
@@ -84,7 +84,7 @@ def write_page(run: Path, *, stopped: str | None = None) -> Path:
 
 
 def leave_page(directory: RunDirectory, stopped: str | None) -> Path | None:
-    """`write_page()` after the search has ended: an error here is only logged."""
+    """Call `write_page()` after the search has ended; an error is only logged."""
     try:
         return write_page(directory.path, stopped=stopped)
     except Exception as error:
@@ -99,7 +99,7 @@ def leave_page(directory: RunDirectory, stopped: str | None) -> Path | None:
 
 
 def is_search(run: Path) -> bool:
-    """True of the directory of a search for prompts."""
+    """True for the directory of a prompt search."""
     return (run / "search.json").is_file()
 
 
@@ -158,7 +158,7 @@ def _setting(value: Any) -> Any:
 
 
 def _tried(folder: Path) -> Iterator[ShownRollout]:
-    """The rollouts of a search, without those that another attempt replaced."""
+    """The rollouts of a search, without those that a later attempt replaced."""
     for path in sorted(folder.glob("*.jsonl")):
         for trace in read_traces(path):
             if trace.final:
@@ -179,7 +179,7 @@ def _cut(text: str, limit: int) -> str:
 
 
 def _nodes(tree: Mapping[str, Any], tried: Sequence[ShownRollout]) -> list[ComparedPrompt]:
-    """The candidates in the order in which they were compared; the first is the root."""
+    """The candidates in the order of comparison; the first is the root."""
     nodes: dict[int, ComparedPrompt] = {}
     texts: dict[int, dict[str, str]] = {}
     for one in tree["candidates"]:
@@ -215,7 +215,7 @@ def _nodes(tree: Mapping[str, Any], tried: Sequence[ShownRollout]) -> list[Compa
 
 
 def _ordered(roots: Sequence[ComparedPrompt]) -> list[tuple[ComparedPrompt, int]]:
-    """Each candidate before those that came of it, and how many lists of children end with it."""
+    """Each candidate before its children, with the number of child lists that end after it."""
     found, left = [], [(node, 0) for node in roots]
     while left:
         node, ends = left.pop()
@@ -256,7 +256,7 @@ def difference(before: str, after: str) -> list[tuple[str, str]]:
 
 
 def _rewarded(tried: Sequence[ShownRollout]) -> set[tuple[int, int]]:
-    """The candidate and the row of each rollout of the search that came to a reward."""
+    """The (candidate, row) pairs of the search's rollouts that have a reward."""
     return {
         (one.id.step, one.id.task)
         for one in tried
@@ -265,9 +265,9 @@ def _rewarded(tried: Sequence[ShownRollout]) -> set[tuple[int, int]]:
 
 
 def _front(tree: Mapping[str, Any], rewarded: Collection[tuple[int, int]]) -> dict[int, set[int]]:
-    """The Pareto front: for each task that decides, the candidates that none is better than.
+    """The Pareto front: for each compared task, the candidates that no other candidate beats.
 
-    Leaves out those whose rollouts all failed there.
+    Leaves out candidates whose rollouts on the task all failed.
     """
     scores: defaultdict[int, dict[int, float]] = defaultdict(dict)
     for one in tree["candidates"]:
@@ -284,9 +284,9 @@ def _front(tree: Mapping[str, Any], rewarded: Collection[tuple[int, int]]) -> di
 def _heat(
     tree: Mapping[str, Any], tried: Sequence[ShownRollout]
 ) -> list[tuple[int, list[tuple[str, str]]]]:
-    """For each task that decides its row and, for each candidate, a score with its classes.
+    """For each compared task its row and each candidate's score with its CSS classes.
 
-    `f`: no rollout of it came to a reward; `b`: none is better; `h0` to `h8`: low to high.
+    `f`: none of its rollouts has a reward; `b`: none is better; `h0` to `h8`: low to high.
     """
     candidates, rewarded = tree["candidates"], _rewarded(tried)
     front = _front(tree, rewarded)
@@ -306,7 +306,7 @@ def _heat(
 
 
 def _curve(candidates: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Means over rollouts spent, in a picture of 600 x 150; None of one candidate."""
+    """Mean score over rollouts spent, as a 600 x 150 picture; None for a single candidate."""
     if len(candidates) < 2:
         return None
     means = [float(one["mean"]) for one in candidates]
@@ -329,7 +329,7 @@ def _curve(candidates: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 
 def _held_out(tried: Sequence[ShownRollout], best: ComparedPrompt | None) -> dict[str, Any]:
-    """Scores on rows that the search has not seen, and the gain on them."""
+    """Scores on rows that the search did not use, and the gain on them."""
     found: defaultdict[tuple[int, int], dict[int, float]] = defaultdict(dict)
     failed: Counter[tuple[int, int]] = Counter()
     for one in tried:
@@ -353,9 +353,9 @@ def _held_out(tried: Sequence[ShownRollout], best: ComparedPrompt | None) -> dic
 def _shown(
     tried: Sequence[ShownRollout],
 ) -> tuple[list[tuple[str, int, str, list[ShownRollout]]], int]:
-    """The tasks whose rollouts are shown, and how many are left out for the size of the page.
+    """The tasks to show, and how many are omitted because of the page's size.
 
-    Those come first whose rollouts tell candidates from each other: their rewards differ most.
+    Tasks whose rewards differ most between candidates come first.
     """
     of_task: defaultdict[tuple[str, int], list[ShownRollout]] = defaultdict(list)
     for one in tried:

@@ -1,17 +1,17 @@
-"""`tuner rebase`: a fixed judge judges a run's recorded rollouts, and the run is trained again from
-the first step in which a reward changed.
+"""`tuner rebase`: score a run's recorded rollouts with a fixed judge, and train a new run from the
+first step in which a reward changed.
 
-The new run's directory is made from the old run's, which stays as it is:
+The new run's directory is made from the old run's, which is not changed:
 
-    traces of training       all, with their new rewards; from the first changed step on marked as
+    training traces          all, with their new rewards; from the first changed step on marked as
                              another run's (`Trace.foreign_from`)
-    ... of evaluations       those of weights that both runs have, with their new rewards; others go
-                             to set_aside/ as they are
+    evaluation traces        those of weights that both runs have, with their new rewards; others
+                             move to set_aside/ unchanged
     metrics, checkpoints     those before the first changed step
-    batches, branching       all: which groups a step takes does not change
-    rebase.json              what was found (`tuner.runs.rebased`, which the loop resumes by)
+    batches, branching       all: the groups of a step do not change
+    rebase.json              the result (`tuner.runs.rebased`, from which the loop resumes)
 
-It has another name until it is complete, so a preparation that was killed starts over.
+It has a temporary name until it is complete, so a killed preparation starts over.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Rebase:
-    """A run that was rebased.
+    """A rebased run.
 
     Attributes:
-        result: Of the new run.
-        record: Use of each step of the old run, and why no more was used; as in `rebase.json`.
+        result: Result of the new run.
+        record: Use of each step of the old run, and why no more was used; also in `rebase.json`.
     """
 
     result: TuneResult
@@ -91,28 +91,29 @@ def rebase(
     max_reused: float = MOST,
     overrides: Sequence[str] = (),
 ) -> Rebase:
-    """Judge a run's recorded rollouts again, and train from the first step that this changes.
+    """Score a run's recorded rollouts with another judge, and train from the first changed step.
 
-    The run itself stays as it is. Calling this again resumes a rebase that was interrupted.
+    The run itself is not changed. A second call resumes a rebase that was interrupted.
 
     Args:
         run: The run directory.
         judge: The fixed judge, or `package.module:function` or `path/file.py:function`.
-        workflow: Likewise, unchanged; None: the one that the run's configuration names.
-        train_dataset, eval_dataset: As `tune()` was given them; None: the configuration's.
-        name: Name of the new run, beside the old one; None: `<run>-rebased`.
-        min_effective_samples: Least effective sample size of a step's recorded tokens under the
+        workflow: The unchanged workflow, in the same form; None for the one in the run's
+            configuration.
+        train_dataset, eval_dataset: As given to `tune()`; None for those in the configuration.
+        name: Name of the new run, in the same project; None for `<run>-rebased`.
+        min_effective_samples: Minimum effective sample size of a step's recorded tokens under the
             weights that it trains, as a share of the tokens: (sum w)^2 / (n sum w^2), with the
             weights that the loss gives them. From the first step below it, rollouts are sampled.
         max_reused: Share of the steps from the first changed one on that may be trained from
-            recorded rollouts; the others sample, so that the run tries what the old policy did not.
+            recorded rollouts; the others sample, so that the run explores beyond the old policy.
         overrides: `key=value` strings for settings that may change in a resumed run, and secrets.
 
     Raises:
         ConfigError: The run cannot be rebased, or another run has the new name.
-        FunctionError: A function cannot be called, or the judge returned something else.
+        FunctionError: A function cannot be called, or the judge returned the wrong type.
         DatasetError: A dataset is missing.
-        TunerError: There is no such run, or one of its files is damaged.
+        TunerError: The run is missing, or one of its files is damaged.
         TrainingError: Training failed; the message is the diagnosis.
     """
     require_nothing_loads("rebase()")
@@ -121,13 +122,14 @@ def rebase(
         ("max_reused", max_reused),
     ):
         if not 0 <= share <= 1:
-            raise ConfigError(f"{option} is {share:g}: it is a share, from 0 to 1")
+            raise ConfigError(f"{option} is {share:g}: give a share from 0 to 1")
     old = _directory(Path(run))
     before = _configuration(old)
     called = load_function(judge, setting="--judge") if isinstance(judge, str) else judge
     check_judge_function(called)
     environment = None if workflow is not None else named_in(before.tuner)
-    if environment is not None:  # with another judge it is another one, which no file names
+    # with another judge it is a different environment, which no file names
+    if environment is not None:
         workflow, overrides = environment.workflow, [*overrides, "tuner.environment=null"]
         train_dataset = environment.train_dataset if train_dataset is None else train_dataset
         eval_dataset = environment.eval_dataset if eval_dataset is None else eval_dataset
@@ -193,53 +195,53 @@ def _rebased(
 
 
 def _directory(path: Path) -> RunDirectory:
-    """Refuses a folder that is no run that trained on rollouts here."""
+    """Reject a folder that is not a run trained on rollouts by the local backend."""
     found = RunDirectory(path)
     if not found.traces.is_dir() or not found.config.is_file():
         raise TunerError(
-            f"{path} is not a run: give the folder <checkpoint_root_dir>/<project>/<name>, with "
-            "config.yaml and traces/ in it"
+            f"{path} is not a run: give the folder <checkpoint_root_dir>/<project>/<name> that has "
+            "config.yaml and traces/"
         )
     if (path / "search.json").is_file():
-        raise TunerError(f"{path} is a search for prompts, which trains nothing: search again")
+        raise TunerError(f"{path} is a prompt search, which trains nothing: search again")
     return found
 
 
 def _configuration(old: RunDirectory) -> RunConfig:
-    """The run's configuration, with masked secrets; refuses a run that cannot be rebased."""
+    """The run's configuration, with masked secrets; rejects a run that cannot be rebased."""
     layers = read_layers(old.config, stored=True)
     if layers.backend == "trinity":
         raise ConfigError(
-            f"{old.path} is a run on Trinity-RFT, whose steps are not trained again here"
+            f"{old.path} is a run on Trinity-RFT, whose steps cannot be trained again here"
         )
     config = checked(layers)
     algorithm = config.algorithm
     if config.mode == "train":
         raise ConfigError(
             f"{old.path} trained on recorded data (algorithm.algorithm_type "
-            f"{algorithm.algorithm_type}): no judge had a part in it"
+            f"{algorithm.algorithm_type}), which does not use a judge"
         )
     if not ADVANTAGES[algorithm.advantage_fn].needs_reward:
         raise ConfigError(
-            f"{old.path}: algorithm.advantage_fn {algorithm.advantage_fn} learns from no rewards, "
-            "so that another judge changes nothing; `tuner replay` shows what it says"
+            f"{old.path}: algorithm.advantage_fn {algorithm.advantage_fn} uses no rewards, so "
+            "another judge changes nothing; `tuner replay` shows its rewards"
         )
     if config.tuner.feedback_attempts:
         raise ConfigError(
-            f"{old.path}: tuner.feedback_attempts is {config.tuner.feedback_attempts}, so the "
-            "rollouts went on by what the old judge said, and are not those of another; start anew"
+            f"{old.path}: tuner.feedback_attempts is {config.tuner.feedback_attempts}, so its "
+            "rollouts depend on the old judge's feedback; start a new run"
         )
     if config.tuner.tasks.selector is not None:
         raise ConfigError(
-            f"{old.path}: tuner.tasks.selector draws tasks by the rewards of earlier ones, so that "
-            "another judge would have drawn others; start anew"
+            f"{old.path}: tuner.tasks.selector chose tasks by the old judge's rewards, so another "
+            "judge would have led to other tasks; start a new run"
         )
     first = min(old.traces.glob("step_*.jsonl"), default=None)
     judged = first is not None and any(t.seconds.get("judge") for t in read_traces(first))
     if not judged and config.tuner.judge is None:
         raise ConfigError(
-            f"{old.path} has no judge: the workflow gave its rewards, which nobody can give again "
-            "without it"
+            f"{old.path} has no judge: its workflow gave the rewards, so they cannot be computed "
+            "again without running it"
         )
     return config
 
@@ -255,8 +257,8 @@ def _workflow(old: RunDirectory, config: RunConfig, given: Function | str | None
         return configured_agent(config.tuner)
     if config.tuner.workflow is None:
         raise ConfigError(
-            f"{old.config} does not say which workflow it was run with: give --workflow "
-            "package.module:function or path/file.py:function"
+            f"{old.config} names no workflow: add --workflow package.module:function or "
+            "path/file.py:function"
         )
     return load_function(config.tuner.workflow, setting=f"{old.config}: tuner.workflow")
 
@@ -264,7 +266,7 @@ def _workflow(old: RunDirectory, config: RunConfig, given: Function | str | None
 def _check_resumes(new: RunDirectory, asked: RebaseRecord) -> None:
     found = read_rebase(new)
     if found is None:
-        raise ConfigError(f"{new.path} is another run: give this one another name (--name)")
+        raise ConfigError(f"{new.path} is a different run: choose another name (--name)")
     for field_, option in (
         ("run", "RUN"),
         ("judge", "--judge"),
@@ -274,16 +276,16 @@ def _check_resumes(new: RunDirectory, asked: RebaseRecord) -> None:
         was, now = getattr(found, field_), getattr(asked, field_)
         if was != now:
             raise ConfigError(
-                f"{new.path} is a rebase whose {option} was {was}, and is now {now}: give this one "
+                f"{new.path} is a rebase whose {option} was {was}, and is now {now}: choose "
                 "another name (--name)"
             )
 
 
 def _check_same(old: RunDirectory, before: RunConfig, run: Run) -> None:
-    """Refuses a change of the data, or of another setting than the judge."""
+    """Reject changed data, and changes of settings other than the judge."""
     from tuner.runs.record import fingerprints
 
-    # One that no file can name has none there.
+    # A function defined where no file can name it has no entry there.
     named = None not in (before.tuner.workflow, run.config.tuner.workflow)
     may_change = (*MAY_CHANGE_HERE, "tuner.judge", *(() if named else ("tuner.workflow",)))
     if run.config.tuner.environment is None:
@@ -300,7 +302,7 @@ def _check_same(old: RunDirectory, before: RunConfig, run: Run) -> None:
 
 @dataclass(eq=False)
 class Preparation:
-    """Makes a run's directory from another's, and adds what it finds to the record."""
+    """Makes the new run's directory from the old one, and adds what it finds to the record."""
 
     old: RunDirectory
     new: RunDirectory
@@ -322,7 +324,7 @@ class Preparation:
             for number in taken.get(step, range((step - 1) * self._batch, step * self._batch))
         }
         self._last = max(self._step_of.values(), default=0)
-        self._differ: set[tuple[str, int]] = set()  # files in which something is not as it was
+        self._differ: set[tuple[str, int]] = set()  # files that have changes
 
     def make(self) -> None:
         unfinished = self.new.path.with_name(f".{self.new.path.name}.rebase")
@@ -346,11 +348,11 @@ class Preparation:
         os.replace(unfinished, self.new.path)
 
     def _is_kept(self, step: float) -> bool:
-        """True where both runs have what followed a step."""
+        """True if both runs share what followed a step."""
         return self.record.first_changed is None or step < self.record.first_changed
 
     def _step(self, trace: Trace) -> int:
-        """The step that took a rollout, or the first that may."""
+        """The step that used a rollout, or the first that may."""
         number = self._number(trace)
         return self._step_of.get(number, max(trace.id.step, self._last + 1))
 
@@ -398,7 +400,7 @@ class Preparation:
         write_traces(path, after)
 
     def _tell(self, was: Trace, now: Trace) -> None:
-        """Count a rollout of training."""
+        """Count a training rollout."""
         noted = self.record.of_step(self._step(was))
         noted.judged += was_judged(was)
         noted.changed += was.reward != now.reward
@@ -422,17 +424,17 @@ class Preparation:
             await auxiliary.aclose()
 
     def _mark(self, to: RunDirectory) -> None:
-        """Mark the traces that the first changed step and later ones take as another run's.
+        """Mark the traces used by the first changed step and later ones as another run's.
 
-        With branching a group that no step took may be incomplete, and the rest of it would depend
-        on rewards: it is set aside.
+        With branching, a group that no step used may be incomplete, and its remaining rollouts
+        would depend on rewards, so it is set aside.
         """
         first = self.record.first_changed
         for one in self.record.steps:
             one.use = "kept" if first is None or one.step < first else ""
         if first is None:
             return
-        # A step without anything to train has no metrics of an update.
+        # A step that trains nothing has no metrics of an update.
         updates = sum(
             any(name.startswith("train/") for name in row)
             for row in self._metrics
@@ -458,7 +460,7 @@ class Preparation:
             write_traces(path, kept)
 
     def _row(self, row: dict[str, Any], to: RunDirectory) -> dict[str, Any]:
-        """The metrics of a step that is kept, with new ones where rewards changed."""
+        """The metrics of a kept step, updated if rewards changed."""
         from tuner.runs.metrics import evaluation_metrics, rollout_metrics
 
         step, pass_reward = int(row["step"]), self.config.tuner.pass_reward
@@ -477,14 +479,14 @@ class Preparation:
 
 
 async def _judged_again(calls: JudgeCalls, traces: Sequence[Trace]) -> list[Trace]:
-    """The traces as the run would have left them with these judgements."""
+    """The traces as the run would have written them with these judgements."""
     found = await calls.judge_traces(traces, was_judged)
     pairs = zip(traces, found, strict=True)
     return [trace if judgement is None else judgement.on(trace) for trace, judgement in pairs]
 
 
 def evaluation_files(folder: Path) -> Iterator[tuple[str, int, Path]]:
-    """Evaluation set, step and file of each that is in a folder of traces."""
+    """Evaluation set, step and path of each evaluation file in a folder of traces."""
     for path in sorted(folder.iterdir()):
         if match := re.fullmatch(r"(.+)_step_(\d+)\.jsonl", path.name):
             yield match[1], int(match[2]), path

@@ -1,4 +1,4 @@
-"""A run that was recorded: one of its rollouts, and what that was run with."""
+"""Load a rollout of a recorded run, with the configuration and functions it was run with."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class RecordedRollout:
     """One attempt at a rollout of a run.
 
     Attributes:
-        directory: The run's.
-        config: What it was run with; secrets are masked.
-        trace: What it left behind.
+        directory: The run directory.
+        config: The run's configuration, with masked secrets.
+        trace: Its trace.
     """
 
     directory: RunDirectory
@@ -55,12 +55,12 @@ class RecordedRollout:
 
     @property
     def relayed(self) -> bool:
-        """Whether a model behind a URL answered, so that no ids are known."""
+        """True if a remote model answered, so there are no token ids."""
         return any(call.billed is not None for call in self.trace.calls)
 
     @property
     def defaults(self) -> SamplingDefaults:
-        """What a request that did not say was sampled with."""
+        """Sampling settings of requests that did not set their own."""
         inputs, split = self.config.buffer.explorer_input, self.trace.id.split
         sets = {one.name: one for one in inputs.eval_tasksets}
         arguments = self.config.rollout_args(sets.get(split, inputs.taskset))
@@ -68,11 +68,7 @@ class RecordedRollout:
 
     @property
     def context(self) -> int:
-        """Tokens of prompt and answer together.
-
-        Raises:
-            ModelLoadError: The model's settings cannot be read.
-        """
+        """Maximum tokens of prompt and answer together."""
         from tuner.runs.models import load_settings
         from tuner.runs.stack import context_length
 
@@ -82,26 +78,22 @@ class RecordedRollout:
 
     @property
     def function_seed(self) -> int | None:
-        """What the random states were set to when it began; None where they were not."""
+        """The seed of the random states at its start; None if they were not seeded."""
         from tuner.runs.stack import rollout_settings
 
         settings, trace = rollout_settings(self.config), self.trace
         if not settings.seeds_functions:
             return None
-        while trace.origin is not None:  # the one that begins at the beginning
+        while trace.origin is not None:  # the one that starts at the beginning
             trace = _trace(self.directory, None, f"{trace.origin.rollout}-{trace.origin.attempt}")
         return derive_seed(settings.seed, trace.id, trace.attempt)
 
     def saved(self, name: str) -> SavedRollout:
-        """The rollout as tests have it, without the run.
-
-        Raises:
-            ModelLoadError: The model's settings cannot be read.
-        """
+        """The rollout as stored in a file for tests, which does not need the run."""
         path = self.config.model.model_path
         if self.relayed:
             return SavedRollout(name, self.trace, path)
-        # What is left of a budget depends on what ran in parallel.
+        # The remaining budget depends on what ran in parallel.
         context = None if self.config.tuner.max_tokens is not None else self.context
         return SavedRollout(name, self.trace, path, vars(self.defaults), context)
 
@@ -112,11 +104,7 @@ class RecordedRollout:
         return from_settings(named, f"{self.directory.config}: tuner.environment")
 
     def workflow(self, given: str | None) -> Callable[..., Any]:
-        """The workflow that is named, or that of the run, as a run calls it.
-
-        Raises:
-            ConfigError: It cannot be loaded, or nothing names one.
-        """
+        """The given workflow, or the run's, wrapped as in a run."""
         names, setting = self.config.tuner, "--workflow"
         if given is None and names.agent is not None:
             from tuner.areal import configured_agent
@@ -128,17 +116,13 @@ class RecordedRollout:
             given, setting = names.workflow, f"{self.directory.config}: tuner.workflow"
         if given is None:
             raise ConfigError(
-                f"{self.directory.config} does not say which workflow it was run with: give "
-                "--workflow package.module:function or path/file.py:function"
+                f"{self.directory.config} names no workflow: add --workflow "
+                "package.module:function or path/file.py:function"
             )
         return self._prompted(load_function(given, setting=setting))
 
     def judge(self, given: str | None) -> Callable[..., Any] | None:
-        """The judge that is named, or that of the run; None where it had none that it can name.
-
-        Raises:
-            ConfigError: It cannot be loaded.
-        """
+        """The given judge, or the run's; None if the run's configuration names none."""
         if given is not None:
             return load_function(given, setting="--judge")
         if self.config.tuner.environment is not None and self.config.tuner.agent is None:
@@ -148,7 +132,7 @@ class RecordedRollout:
         return None if named is None else load_function(named, setting=where)
 
     def _prompted(self, workflow: Callable[..., Any]) -> Callable[..., Any]:
-        """In a search for prompts the step is the number of those that the workflow was given."""
+        """For a prompt search: the step selects the prompts that the workflow is given."""
         path = self.directory.path / "candidates.jsonl"
         rows = [row for _, _, row in _CANDIDATES.lines(path)]
         known = {row["number"]: row["prompts"] for row in rows if "prompts" in row}
@@ -170,18 +154,18 @@ class RecordedRollout:
 def save_rollouts(
     run: str | Path, rollouts: Sequence[str] | Mapping[str, str], path: str | Path
 ) -> None:
-    """Copy rollouts of a run into a file for tests, which needs the run no more.
+    """Copy rollouts of a run into a file for tests, which no longer needs the run.
 
-    What is in the traces is in the file: tasks, messages, results of tools.
+    The file contains what the traces contain: tasks, messages, results of tools.
 
     Args:
         run: The run directory.
-        rollouts: Their names in the run, as in `train-3-0-2`; or a dict of these by the names that
-            they are to have in the file.
-        path: The file, which is made if need be; rollouts with other names stay in it.
+        rollouts: Their names in the run, as in `train-3-0-2`; or a dict from the names in the file
+            to the names in the run.
+        path: The file, created if missing; rollouts with other names stay in it.
 
     Raises:
-        TunerError: There is no such rollout, or the file has another one of a name.
+        TunerError: A rollout is missing, or the file has a different rollout of that name.
         ConfigError: The run's configuration cannot be read.
         ModelLoadError: The settings of the run's model cannot be read.
     """
@@ -191,35 +175,31 @@ def save_rollouts(
     for one in found:
         if one.name in known and known[one.name].trace != one.trace:
             raise TunerError(
-                f"{path} has another rollout {one.name!r}: give this one another name, or delete "
-                "the line"
+                f"{path} already has a different rollout {one.name!r}: choose another name, or "
+                "delete the line"
             )
     write_rollouts(path, found)
 
 
 def find_rollout(run: Path, name: str) -> RecordedRollout:
-    """A rollout by its name.
+    """Find a rollout by its name; raises TunerError if the run or the rollout is missing.
 
     Args:
         run: The run directory, or one of the files in its traces/.
-        name: `<split>-<step>-<task>-<rollout>`, as in `train-3-0-2`: its last attempt; with
-            `-<attempt>` behind it another.
-
-    Raises:
-        TunerError: There is no such run, or no such rollout in it.
-        ConfigError: The run's configuration cannot be read.
+        name: `<split>-<step>-<task>-<rollout>`, as in `train-3-0-2`, for its last attempt; followed
+            by `-<attempt>` for another.
     """
     file = run if run.is_file() else None
     directory = RunDirectory(run if file is None else file.absolute().parent.parent)
     if not directory.traces.is_dir() or not directory.config.is_file():
         raise TunerError(
-            f"{run} is not a run: give the folder <checkpoint_root_dir>/<project>/<name>, with "
-            "config.yaml and traces/ in it, or a file of its traces/"
+            f"{run} is not a run: give the folder <checkpoint_root_dir>/<project>/<name> that has "
+            "config.yaml and traces/, or a file of its traces/"
         )
     layers = read_layers(directory.config, stored=True)
     if layers.backend == "trinity":
         raise TunerError(
-            f"{directory.path} is a run on Trinity-RFT, whose rollouts are not run again here"
+            f"{directory.path} is a run on Trinity-RFT, whose rollouts cannot be rerun here"
         )
     config = with_default_model(checked(layers))
     return RecordedRollout(directory, config, _trace(directory, file, name))
@@ -230,7 +210,7 @@ def _trace(directory: RunDirectory, file: Path | None, name: str) -> Trace:
     if not meant:
         raise TunerError(
             f"{name!r} is not the name of a rollout: write <split>-<step>-<task>-<rollout>, as in "
-            "train-3-0-2, and -<attempt> behind it for another attempt than the last"
+            "train-3-0-2, followed by -<attempt> for an attempt that is not the last"
         )
     nearby: list[Trace] = []
     for id_, attempt in meant:
@@ -251,7 +231,7 @@ def _trace(directory: RunDirectory, file: Path | None, name: str) -> Trace:
 
 
 def _meant(name: str) -> Iterator[tuple[RolloutId, int | None]]:
-    """What a name can mean: a split may have hyphens and numbers in it, too."""
+    """The possible meanings of a name: a split may contain hyphens and numbers."""
     head, _, last = name.rpartition("-")
     for text, attempt in ((name, None), (head, last)):
         match = _NAME.fullmatch(text)

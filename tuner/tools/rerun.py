@@ -1,8 +1,8 @@
-"""`tuner rerun`: a recorded rollout once more, by the user's workflow and in this process.
+"""`tuner rerun`: run the user's workflow again on a recorded rollout, in this process.
 
-What the model said is given back, so no model is needed, and the agent does what it did: with
-breakpoints, prints, and whatever was changed in it since. Where it asks for something else than was
-recorded, that is the finding.
+Recorded answers take the model's place, so no model is loaded and the agent repeats what it did,
+with breakpoints, prints and later changes to its code. The first request that differs from the
+recorded one is reported.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ logger = logging.getLogger("tuner.rollout")
 
 
 class NoModel:
-    """In place of an auxiliary model: whatever it is asked, there is none."""
+    """Takes the place of an auxiliary model and rejects every call."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise FunctionError(
-            f"the auxiliary model {self._name!r} is asked, and there is no model here: add "
-            "--sample, or decorate the function that asks it with @tuner.recorded before the run"
+            f"the auxiliary model {self._name!r} was called, but no model is loaded: add --sample, "
+            "or decorate the function that calls it with @tuner.recorded before the run"
         )
 
     __call__ = _refuse
@@ -68,7 +68,7 @@ class NoModel:
 
 
 class Silent:
-    """An engine without a model: it is asked for what no script gives, and never answers."""
+    """An engine without a model; requests that the script does not answer wait forever."""
 
     version = 0
 
@@ -82,24 +82,24 @@ class Silent:
         raise AssertionError("nobody sets it")
 
     async def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing."""
 
 
 @dataclass
 class Rerun:
-    """What came of running a rollout again.
+    """Result of running a rollout again.
 
     Attributes:
         recorded: The rollout.
-        script: What it was answered from; its `divergence` says where it was left.
-        point: The call, from 0, that it ended at; None where it was to go on.
-        sampled: Whether a model went on behind the script.
+        script: The script of recorded answers; its `divergence` is the first differing request.
+        point: Index of the call, from 0, at which it stops; None to run to the end.
+        sampled: True if a model continues after the script.
         calls: Its calls.
-        reached: Whether the point was asked for.
-        response: The workflow's answer as text; None where there is none.
-        reward: What the judge or the workflow gave now.
+        reached: True if the call at `point` was requested.
+        response: The workflow's answer as text, or None.
+        reward: The reward from the judge or the workflow this time.
         unjudged: Why there is no reward to compare, or None.
-        error: What the workflow raised, or None.
+        error: The workflow's exception, or None.
     """
 
     recorded: RecordedRollout
@@ -115,7 +115,7 @@ class Rerun:
 
     @property
     def same_answer(self) -> bool:
-        """Whether the workflow returned, or failed, as it did then."""
+        """True if the workflow returned, or failed, as recorded."""
         trace = self.recorded.trace
         if isinstance(self.error, Rejected):
             return trace.outcome is Outcome.REJECTED
@@ -125,13 +125,13 @@ class Rerun:
 
     @property
     def same_reward(self) -> bool:
-        """Whether the reward is the recorded one, where there are two."""
+        """True if the reward equals the recorded one; also if one of them is missing."""
         old = self.recorded.trace.reward
         return self.unjudged is not None or self.reward == old or None in (self.reward, old)
 
     @property
     def well(self) -> bool:
-        """Whether all was as recorded, up to where it was to go."""
+        """True if everything was as recorded, up to the requested point."""
         if self.sampled:
             return self.error is None
         if self.script.divergence is not None:
@@ -152,25 +152,25 @@ def run_again(
     candidate: str | Path | None = None,
     seed: int = 0,
 ) -> Rerun:
-    """Run a workflow against a recorded rollout, in this process and without limits of time.
+    """Run a workflow on a recorded rollout, in this process and without time limits.
 
     Args:
         run: The run directory, or one of the files in its traces/.
-        name: The rollout, `<split>-<step>-<task>-<rollout>`, with `-<attempt>` for another than the
-            last.
-        until: The call, from 1, at which it ends; with `sample` the first that is sampled. None:
-            everything is given back.
-        workflow, judge: Functions, or their names; None: those of the run.
-        sample: Whether a model goes on where the script ends or is left.
-        candidate: Whose weights it has, as for `tuner.evaluate`; None: the run's newest.
-        seed: Of what is sampled.
+        name: The rollout, `<split>-<step>-<task>-<rollout>`, followed by `-<attempt>` for an
+            attempt
+            that is not the last.
+        until: The call, from 1, at which it stops; with `sample`, the first call to sample. None
+            replays everything.
+        workflow, judge: Functions, or their names; None for those of the run.
+        sample: Sample from a model after the script ends or diverges.
+        candidate: The weights of that model, as for `tuner.evaluate`; None for the run's newest.
+        seed: Seed for sampling.
     """
     recorded = find_rollout(Path(run), name)
     point = _point(recorded, until)
     if sample and recorded.relayed:
         raise ConfigError(
-            f"{name} was answered by a model behind a URL, which this run does not know: leave "
-            "--sample out"
+            f"{name} was answered by a remote model, whose address is not in the run: omit --sample"
         )
     own = workflow if callable(workflow) else recorded.workflow(workflow)
     scorer = judge if callable(judge) else recorded.judge(judge)
@@ -191,7 +191,7 @@ def _point(recorded: RecordedRollout, until: int | None) -> int | None:
 
 @dataclass
 class _Again:
-    """One run of a workflow against a rollout; fields as the arguments of `run_again`."""
+    """One rerun of a rollout; the fields are the arguments of `run_again`."""
 
     recorded: RecordedRollout
     workflow: Callable[..., Any]
@@ -233,13 +233,13 @@ class _Again:
         return Script(trace, self.point, ends=True, beyond=beyond)
 
     def _asked_beyond(self, number: int) -> None:
-        """A call that is not given is asked for; those after the point may be asked for first."""
+        """Handle a request without a recorded answer; calls after `point` may come first."""
         if number == self.point:
             self._reached.set()
 
     @asynccontextmanager
     async def _served(self) -> AsyncIterator[tuple[Gateway, Any, SamplingDefaults]]:
-        """A gateway, what opens the auxiliary models, and what requests that do not say get."""
+        """Yield a gateway, the auxiliary models' opener, and the defaults of requests."""
         config, defaults = self.recorded.config, self.recorded.defaults
         if self.sample:
             weights = with_weights(config, _weights(self.recorded, self.candidate))
@@ -272,7 +272,7 @@ class _Again:
     async def _until_its_end(
         self, session: Session, auxiliary: Mapping[str, Any], found: Rerun
     ) -> None:
-        """Run the functions, until they end or the point is asked for."""
+        """Run the functions until they finish or `point` is reached."""
         work = asyncio.ensure_future(contained(self._functions(session, auxiliary, found), session))
         reached = asyncio.ensure_future(self._reached.wait())
         try:
@@ -289,7 +289,7 @@ class _Again:
     async def _functions(
         self, session: Session, auxiliary: Mapping[str, Any], found: Rerun
     ) -> None:
-        """The workflow and the judge, and again where the run does so with feedback."""
+        """Run the workflow and the judge, and repeat as often as the run does with feedback."""
         settings, feedback = self.recorded.config.tuner, None
         for _ in range(settings.feedback_attempts + 1):
             try:
@@ -326,10 +326,10 @@ class _Again:
         return output.response
 
     async def _judge(self, response: Any, auxiliary: Mapping[str, Any], found: Rerun) -> str | None:
-        """What the judge says in words; its reward is noted."""
+        """The judge's feedback; stores its reward in `found`."""
         if self.judge is None:
             if found.reward is None:
-                found.unjudged = "the run names no judge: give --judge"
+                found.unjudged = "the run names no judge: add --judge"
             return None
         if judges_groups(self.judge):
             found.unjudged = "the judge takes whole groups"
@@ -350,7 +350,7 @@ class _Again:
 
 
 def _weights(recorded: RecordedRollout, given: str | Path | None) -> Candidate:
-    """Those that are named, else the run's newest, else those that it began with."""
+    """The candidate given, else the run's newest checkpoint, else its initial weights."""
     if given is not None:
         return find_candidate(given)
     if recorded.directory.checkpoint_steps():
@@ -358,16 +358,16 @@ def _weights(recorded: RecordedRollout, given: str | Path | None) -> Candidate:
     return of_configuration(recorded.config)[0]
 
 
-# What `tuner rerun` says: how far it came, what differs, what was sampled instead.
+# The output of `tuner rerun`: where it stopped, what differs, what was sampled.
 
 
 _STYLES = {"+": "green", "-": "red", "@": "cyan"}
 _SHOWN = 200
-"""Characters of an answer."""
+"""Maximum number of characters of an answer."""
 
 
 def say(result: Rerun, console: Console) -> None:
-    """Print what came of running a rollout again."""
+    """Print the result of running a rollout again."""
     if result.reached:
         return console.print(_at_the_point(result))
     if result.sampled:
@@ -379,7 +379,7 @@ def say(result: Rerun, console: Console) -> None:
             return None
     elif result.point is not None and not result.sampled and result.error is None:
         return console.print(
-            f"{result.recorded.trace.id}: the agent ended without asking for call "
+            f"{result.recorded.trace.id}: the agent finished without requesting call "
             f"{result.point + 1}"
         )
     if result.error is not None:
@@ -387,12 +387,12 @@ def say(result: Rerun, console: Console) -> None:
     if not result.sampled:
         count = len(result.calls)
         which = "the only call was" if count == 1 else f"all {count} calls were"
-        console.print(f"{result.recorded.trace.id}: {which} given back, as recorded")
+        console.print(f"{result.recorded.trace.id}: {which} replayed, as recorded")
     return _say_answer(result, console)
 
 
 def diff_text(lines: Sequence[str]) -> Text:
-    """A unified diff in colours."""
+    """A unified diff in color."""
     text = Text()
     for line in lines:
         bold = line.startswith(("+++", "---"))
@@ -404,8 +404,8 @@ def diff_text(lines: Sequence[str]) -> Text:
 def _at_the_point(result: Rerun) -> str:
     trace, point = result.recorded.trace, result.point or 0
     return (
-        f"{trace.id}: call {point + 1} of {len(trace.calls)} is asked for, as recorded; it ends "
-        "here, before that is answered"
+        f"{trace.id}: call {point + 1} of {len(trace.calls)} was requested, as recorded; stopped "
+        "before its answer"
     )
 
 
@@ -415,7 +415,7 @@ def _say_divergence(result: Rerun, console: Console) -> None:
     number = divergence.call if divergence.number is None else divergence.number
     count = len(trace.calls)
     at = f"call {number + 1} of {count}" if number < count else "its end"
-    console.print(f"{trace.id} is left at {at}: {divergence.what}", markup=False)
+    console.print(f"{trace.id} diverges at {at}: {divergence.what}", markup=False)
     if result.error is not None and (place := raised_in(result.error)) is not None:
         console.print(f"asked for in {place}", markup=False)
     if lines := difference_of(divergence):
@@ -428,9 +428,9 @@ def _say_error(result: Rerun, console: Console) -> None:
     if not isinstance(error, Rejected):
         console.print("".join(traceback.format_exception(error)), end="", markup=False)
     what = "rejected the rollout" if isinstance(error, Rejected) else "failed"
-    then = "as recorded" if result.same_answer else "which it did not then"
+    then = "as recorded" if result.same_answer else "but not when it was recorded"
     if not result.same_answer and result.recorded.trace.error:
-        then = f"and then it said: {result.recorded.trace.error}"
+        then = f"and the recorded error was: {result.recorded.trace.error}"
     console.print(f"{result.recorded.trace.id}: the workflow {what}, {then}", markup=False)
 
 
@@ -453,10 +453,10 @@ def _say_answer(result: Rerun, console: Console) -> None:
 
 
 def _calls(result: Rerun) -> Iterator[str]:
-    """The calls of a rollout that was sampled on, a line each."""
+    """One line for each call of a rollout that a model continued."""
     for number, call in enumerate(result.calls, 1):
         given, tokens = call.replayed, len(call.completion_ids)
-        how = "given back" if given == tokens else f"sampled, {tokens - given} tokens"
+        how = "replayed" if given == tokens else f"sampled, {tokens - given} tokens"
         yield f"call {number}  {how}: {_said(call)}"
 
 

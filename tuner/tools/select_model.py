@@ -1,4 +1,4 @@
-"""`select_model()`: evaluate models on the same tasks; the best, and how sure that is."""
+"""`select_model()`: evaluate models on the same tasks and return the best, with its uncertainty."""
 
 from __future__ import annotations
 
@@ -83,10 +83,10 @@ async def select_model(
 ) -> tuple[Any, dict[str, float]]:
     """Try models on the same tasks, and choose the one with the best mean reward.
 
-    Candidates are tried one after the other; one that is served here is loaded when its turn comes
-    and let go after it. The run directory has every rollout as a trace, for `tuner view`, and in
-    `result.json` where every candidate stands. A selection that was interrupted resumes where it
-    stopped when it is called again with the same `experiment_name`, also with further candidates.
+    Candidates are tried one after the other; a locally served one is loaded for its turn and
+    unloaded afterwards. The run directory has every rollout as a trace, for `tuner view`, and the
+    results of all candidates in `result.json`. An interrupted selection resumes when it is called
+    again with the same `experiment_name`, also with further candidates.
 
     Args:
         workflow_func: Runs the agent on one task, as for `tune()`. It gets the candidate: a chat
@@ -96,31 +96,30 @@ async def select_model(
             "total_tokens" of the candidate. Otherwise as for `tune()`; `task` may be called
             `_task`. None: the workflow gives the reward.
         train_dataset: A `DatasetConfig`, a `datasets.Dataset`, a list of dicts or a path;
-            `total_steps` is how many of its rows are taken.
+            `total_steps` is the number of rows to use.
         candidate_models: Two or more, each a chat model of AgentScope, a `RemoteModel`, a
             `TunerModelConfig`, or the path of a model, a checkpoint or a run.
-        max_threads: Rollouts at the same time.
-        early_stopping: Try all on some tasks, then those that are left on twice as many, and so
-            on. One whose reward is lower than the best's, with the whole interval of the
-            difference, is let go.
-        prices: Of models without prices of their own: for a million tokens read, and written, by
-            `model_name`.
+        max_threads: Maximum of concurrent rollouts.
+        early_stopping: Try all on some tasks, then the remaining ones on twice as many, and so on.
+            A candidate is dropped if the interval of its difference to the best is below 0.
+        prices: Prices by `model_name` of models without their own: for a million input tokens, and
+            for a million output tokens.
         auxiliary_models, project_name, experiment_name, config_path, overrides: As for `tune()`.
 
     Returns:
-        The best candidate as it was given, and its metrics: the mean of each of the judge's and
-        workflow's as "<name>_avg", and so "execution_time_avg", "input_tokens_avg",
+        The best candidate as it was given, and its metrics: the mean of each metric of judge and
+        workflow as "<name>_avg", including "execution_time_avg", "input_tokens_avg",
         "output_tokens_avg", "total_tokens_avg"; "reward", and its interval "reward_low" and
-        "reward_high"; "tied" (other candidates that these tasks cannot tell from it);
-        "rollouts", "failed" and "failed_<outcome>"; "cost_avg" of a task where prices are known.
+        "reward_high"; "tied" (number of candidates that these tasks cannot distinguish from it);
+        "rollouts", "failed" and "failed_<outcome>"; "cost_avg" of a task if prices are known.
 
     Raises:
-        FunctionError: A function cannot be called or returned something of the wrong type.
+        FunctionError: A function cannot be called, or returned the wrong type.
         ConfigError: A setting is unknown, of the wrong type or in conflict; there are fewer than
             two candidates.
         DatasetError: The dataset is missing or empty.
-        TunerError: A candidate's path is nothing that can be loaded.
-        TrainingError: No rollout of any candidate came to a reward, or an engine failed.
+        TunerError: A candidate's path cannot be loaded.
+        TrainingError: No rollout of any candidate got a reward, or an engine failed.
     """
     require_nothing_loads("select_model()")
     check_workflow_function(workflow_func)
@@ -140,7 +139,7 @@ async def select_model(
         overrides=overrides,
     )
     run = prepare()
-    # These import PyTorch: only once the rest is in order.
+    # These import PyTorch, so only after the checks.
     from tuner.loop import deterministic_torch
     from tuner.runs.record import open_directory
 
@@ -165,7 +164,7 @@ async def select_model(
 
 
 def _judge(given: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """A judge as `tune()` takes it, of one whose task may be called `_task`."""
+    """A judge as `tune()` takes it, from one whose task may be called `_task`."""
     parameters = inspect.signature(given).parameters if callable(given) else {}
     if given is None or "_task" not in parameters or "task" in parameters:
         return given
@@ -183,7 +182,7 @@ def _judge(given: Callable[..., Any] | None) -> Callable[..., Any] | None:
     return judge
 
 
-# The candidates of a selection: each with a name, a price, and a way to open its model.
+# The candidates of a selection, each with a name, prices, and a way to open its model.
 
 
 _KINDS = (
@@ -195,15 +194,15 @@ _KINDS = (
 
 @dataclass(frozen=True)
 class ModelCandidate:
-    """A model that is selected from.
+    """A model to select from.
 
     Attributes:
         name: Unique.
-        given: What the user gave, and gets back.
-        identity: Tells it from others when a selection is resumed.
-        run: The configuration that it is run with, and the rows.
+        given: The user's object, which is returned.
+        identity: Distinguishes it from others when a selection is resumed.
+        run: The configuration it is run with, and the rows.
         open: Opens the model for rollouts.
-        prices: Of its tokens; None where they are not known.
+        prices: Prices of its tokens, or None.
     """
 
     name: str
@@ -220,23 +219,23 @@ def model_candidates(
     prepared: Callable[[TunerModelConfig], Run],
     prices: Mapping[str, Prices],
 ) -> list[ModelCandidate]:
-    """The candidates in the order in which they are given; `prices` by name win over their own."""
+    """The candidates in the order given; `prices` by name take precedence over their own."""
     if isinstance(given, str | Path) or len(given) < 2:
         raise ConfigError(
-            f"candidate_models is {given!r:.80}: give a list of two models or more, each of them "
+            f"candidate_models is {given!r:.80}: give a list of two or more models, each of them "
             f"{_KINDS}"
         )
     found = _distinct([_candidate(one, run, prepared) for one in given])
     for name, price in prices.items():
         if not isinstance(price, Sequence) or len(price) != 2:
             raise ConfigError(
-                f"prices[{name!r}] is {price!r:.40}: give money for a million tokens read, and "
-                "for a million written, as in (0.5, 1.5)"
+                f"prices[{name!r}] is {price!r:.40}: give the prices of a million input tokens and "
+                "of a million output tokens, as in (0.5, 1.5)"
             )
     called = [_priced_as(one) for one in found]
     if unknown := prices.keys() - called - {one.name for one in found}:
         raise ConfigError(
-            f"prices has {', '.join(sorted(unknown))}, and the candidates are {', '.join(called)}"
+            f"prices has {', '.join(sorted(unknown))}, but the candidates are {', '.join(called)}"
         )
     return [
         replace(one, prices=prices.get(one.name, prices.get(name, one.prices)))
@@ -248,7 +247,7 @@ def _candidate(given: Any, run: Run, prepared: Callable[[TunerModelConfig], Run]
     if is_chat_model(given):
         return ModelCandidate(name_of(given), given, _chat_identity(given), run, _asked(given))
     if isinstance(given, RemoteModel):
-        given.api_key(f"candidate_models: {given.model_name}")  # before anybody is asked
+        given.api_key(f"candidate_models: {given.model_name}")  # before any request
         name, identity = given.model_name, given.model_dump(include={"base_url", "model_name"})
         prices = None if given.cost(0, 0) is None else given.prices
         return ModelCandidate(name, given, identity, run, partial(elsewhere, remote=given), prices)
@@ -280,7 +279,7 @@ def _asked(model: Any) -> Callable[[Run], AbstractAsyncContextManager[Contender]
 
 
 def _chat_identity(model: Any) -> dict[str, Any]:
-    """A chat model's class, name and, as a digest, those of its settings that are plain values."""
+    """A chat model's class, name, and a digest of its settings with plain values."""
     plain = {
         name: value.model_dump(mode="json") if hasattr(value, "model_dump") else value
         for name, value in vars(model).items()
@@ -288,7 +287,7 @@ def _chat_identity(model: Any) -> dict[str, Any]:
     }
     client = getattr(model, "client", None)
     plain["client"] = str(getattr(client, "base_url", ""))
-    # The repr of other values has their address in memory.
+    # The repr of other values contains their address in memory.
     text = json.dumps(plain, sort_keys=True, default=lambda value: type(value).__name__)
     return {
         "class": f"{type(model).__module__}.{type(model).__qualname__}",
@@ -298,20 +297,20 @@ def _chat_identity(model: Any) -> dict[str, Any]:
 
 
 def _priced_as(candidate: ModelCandidate) -> str:
-    """The name that its price goes by: equal models have one price."""
+    """The name for its price: equal models have one price."""
     named = candidate.identity.get("model_name")
     return candidate.name if named is None else str(named)
 
 
 def _distinct(candidates: Sequence[ModelCandidate]) -> list[ModelCandidate]:
-    """The same, with unique names and identities; refuses one that is given twice."""
+    """The candidates with unique names and identities; rejects duplicates."""
     found, names, alike = [], Counter[str](), Counter[str]()
     for number, one in enumerate(candidates):
         key = json.dumps(one.identity, sort_keys=True)
         before = [other.given for other in candidates[:number]]
         same = any(one.given is other for other in before)
         if same or (alike[key] and not is_chat_model(one.given)):
-            raise ConfigError(f"the candidate {one.name} is given twice: leave one out")
+            raise ConfigError(f"the candidate {one.name} is given twice: remove one")
         names[one.name] += 1
         alike[key] += 1
         name = one.name
@@ -321,14 +320,14 @@ def _distinct(candidates: Sequence[ModelCandidate]) -> list[ModelCandidate]:
     return found
 
 
-# Results of the candidates: which is best, by how much, and how sure that is.
+# Results of the candidates: the best one, by how much, and how certain that is.
 
 
 @dataclass(eq=False)
 class CandidateRecord:
     """A candidate with its rollouts so far.
 
-    `penalty` is the reward of a rollout that gives none (`tuner.on_failure`); None leaves it out.
+    `penalty` is the reward of a failed rollout (`tuner.on_failure`); None omits failed rollouts.
     """
 
     candidate: ModelCandidate
@@ -343,23 +342,23 @@ class CandidateRecord:
 
     @property
     def rewards(self) -> dict[int, float]:
-        """Rewards by number of the task, where there is one."""
+        """Rewards by task number; tasks without one are omitted."""
         found = {t.id.task: self.penalty if t.reward is None else t.reward for t in self.final}
         return {task: reward for task, reward in found.items() if reward is not None}
 
     @property
     def mean(self) -> float:
-        """Mean reward; below every other where there is none."""
+        """Mean reward; minus infinity without rewards."""
         return fmean(self.rewards.values()) if self.rewards else float("-inf")
 
     @property
     def first_error(self) -> str | None:
-        """How the first rollout failed that did."""
+        """Error of the first failed rollout."""
         failed = (f"{t.outcome.value}: {t.error}" for t in self.final if t.reward is None)
         return next(failed, None)
 
     def summary(self) -> str:
-        """One line for people."""
+        """Summary in one line."""
         reward = estimate(list(self.rewards.values()))
         failed = len(self.final) - len(self.rewards)
         return (
@@ -368,16 +367,16 @@ class CandidateRecord:
         )
 
     def against(self, other: CandidateRecord) -> Estimate | None:
-        """Its reward less another's, task by task; None without a common one."""
+        """Difference in reward from another candidate, by task; None without a common task."""
         return paired(self.rewards, other.rewards)
 
     def worse_than(self, other: CandidateRecord) -> bool:
-        """True where the interval of the difference says so, or where it has no reward."""
+        """True if the interval of the difference is below 0, or it has no reward."""
         found = self.against(other)
         return not self.rewards or (found is not None and found.high is not None and found.high < 0)
 
     def standing(self, best: CandidateRecord) -> Standing:
-        """Its result beside the best, which it may be itself."""
+        """Its result compared with the best, which may be this one."""
         behind = None if self is best else self.against(best)
         return Standing(
             name=self.candidate.name,
@@ -393,7 +392,7 @@ class CandidateRecord:
         )
 
     def _averages(self) -> dict[str, float]:
-        """Mean of each metric over the rewarded rollouts that have it."""
+        """Mean of each metric over the rollouts that have a reward and the metric."""
         found = defaultdict[str, list[float]](list)
         for trace in self.final:
             if trace.reward is not None:
@@ -414,16 +413,16 @@ class Standing(BaseModel):
     """Result of one candidate.
 
     Attributes:
-        reward: Mean over the tasks; None where every rollout failed.
-        against_the_best: Its reward less that of the best, on the tasks where both have one; None
-            for the best.
-        tied: Whether the interval of that difference holds 0.
-        rollouts: Fewer than there are tasks where it was dropped early.
+        reward: Mean over the tasks; None if every rollout failed.
+        against_the_best: Difference in reward from the best, on the tasks where both have one;
+            None for the best.
+        tied: True if the interval of that difference contains 0.
+        rollouts: Fewer than the tasks if it was dropped early.
         failed: Rollouts without a reward, by outcome.
-        first_error: How the first of them ended.
-        calls: Mean of a rollout, as far as calls are seen.
-        averages: Mean of each metric over the rollouts that were rewarded.
-        cost: Mean of a rollout with its retries; None without prices.
+        first_error: Error of the first of them.
+        calls: Mean per rollout of the recorded calls.
+        averages: Mean of each metric over the rollouts with a reward.
+        cost: Mean per rollout with its retries; None without prices.
     """
 
     name: str
@@ -439,33 +438,33 @@ class Standing(BaseModel):
 
 
 class Standings(BaseModel):
-    """All candidates, those on more rows first, then by their means; `result.json` holds it."""
+    """All candidates, sorted by number of rows tried, then by mean; stored in `result.json`."""
 
     tasks: int
     candidates: list[Standing]
 
     @property
     def tied(self) -> list[Standing]:
-        """Those that cannot be told from the best."""
+        """Candidates that cannot be distinguished from the best."""
         return [one for one in self.candidates if one.tied]
 
     def doubts(self) -> Iterator[str]:
-        """Reasons to doubt that the best is the best, a sentence each."""
+        """Reasons to doubt the choice of the best, one sentence each."""
         best = self.candidates[0]
         for one in self.tied:
             assert one.against_the_best is not None, "it was compared"
             yield (
-                f"{one.name} cannot be told from {best.name} on these tasks: "
-                f"{one.against_the_best.text('+.3f')}; more tasks might tell"
+                f"{one.name} cannot be distinguished from {best.name} on these tasks: "
+                f"{one.against_the_best.text('+.3f')}; more tasks may decide"
             )
         if failed := sum(best.failed.values()):
             yield f"{failed} of {best.rollouts} rollouts of {best.name} have no reward"
         for one in self.candidates:
             if not one.calls:
-                yield f"no call of {one.name} was seen: what it takes is not known"
+                yield f"no call of {one.name} was recorded: its cost is unknown"
 
     def metrics(self) -> dict[str, float]:
-        """The best's, as `select_model()` returns them."""
+        """Metrics of the best, as `select_model()` returns them."""
         best, reward = self.candidates[0], self.candidates[0].reward
         assert reward is not None, "the best has a score"
         found: dict[str, float | None] = {
@@ -488,7 +487,7 @@ class Standings(BaseModel):
         from rich.table import Table
 
         table = Table(
-            title=f"{self.tasks} tasks, the best first; seconds, tokens and cost of one",
+            title=f"{self.tasks} tasks, best first; seconds, tokens and cost are per task",
             title_justify="left",
         )
         rows = {one.name: dict(_cells(one)) for one in self.candidates}
@@ -523,20 +522,18 @@ _SHOWN = {
 
 
 def standings(tried: Sequence[CandidateRecord], tasks: int) -> Standings:
-    """All results: by the rounds that they were in, then by their means; the first of equals
-    is the one that was given first."""
+    """All results, sorted by rounds completed, then by mean; ties keep the order given."""
     order = sorted(tried, key=lambda one: (one.rounds, one.mean), reverse=True)
     return Standings(tasks=tasks, candidates=[one.standing(order[0]) for one in order])
 
 
 FIRST_ROUND = 16
-"""Tasks of the first round where hopeless candidates are let go; each further one has twice as
-many."""
+"""Tasks of the first round after which candidates can be dropped; each further round doubles it."""
 
 
 @dataclass(eq=False)
 class ModelSelection:
-    """One selection; each round tries the candidates that are left on further rows."""
+    """One selection; each round tries the remaining candidates on further rows."""
 
     workflow: Callable[..., Any]
     run: Run
@@ -557,11 +554,11 @@ class ModelSelection:
         self._log = CandidateLog(self.directory.path / "candidates.jsonl", "model")
 
     def given(self, name: str) -> Any:
-        """The candidate of a name, as the user gave it."""
+        """The user's object for a candidate's name."""
         return next(one.candidate.given for one in self.tried if one.candidate.name == name)
 
     async def result(self) -> Standings:
-        """All results, which are also written and shown."""
+        """All results, also written to disk and shown."""
         with self._monitor:
             await self._try_all()
             found = standings(self.tried, len(self.run.eval_tasks[SELECTION]))
@@ -579,7 +576,7 @@ class ModelSelection:
             best = max(left, key=lambda one: one.mean)
             if not best.rewards:
                 raise TrainingError(
-                    "no rollout of any candidate came to a reward. "
+                    "no rollout of any candidate got a reward. "
                     + "; ".join(f"{one.candidate.name}: {one.first_error}" for one in left)
                 )
             if number < len(self.rounds):
@@ -593,13 +590,13 @@ class ModelSelection:
         behind = one.against(best)
         why = one.first_error if behind is None else f"{behind.text('+.3f')} against the best"
         self._monitor.say(
-            f"{one.candidate.name} is let go after {len(one.final)} tasks: {why} "
+            f"{one.candidate.name} is dropped after {len(one.final)} tasks: {why} "
             f"({best.candidate.name})"
         )
         return True
 
     async def _try(self, one: CandidateRecord, rows: Sequence[int]) -> None:
-        """Try a candidate on further rows; its model is not loaded if all of them are on disk."""
+        """Try a candidate on further rows; skips loading its model if all rollouts are on disk."""
         candidate = one.candidate
         number = self._log.number({"identity": json.dumps(candidate.identity, sort_keys=True)})
         ids = [RolloutId(number, row, 0, SELECTION) for row in rows]
@@ -614,7 +611,7 @@ class ModelSelection:
                     known=known,
                     workflow=_MeasuredWorkflow(self.workflow),
                 )
-            gc.collect()  # a model that is in a circle would be in the way of the next one
+            gc.collect()  # reference cycles would keep the model in memory while the next one loads
         one.traces += known
         one.rounds += 1
         self._monitor.say(one.summary())
@@ -622,7 +619,7 @@ class ModelSelection:
 
 @dataclass(frozen=True)
 class _MeasuredWorkflow:
-    """A workflow whose response comes with what it took, as judges are given it."""
+    """A workflow whose response includes its metrics, as judges get it."""
 
     workflow: Callable[..., Any]
 
@@ -643,15 +640,15 @@ class _MeasuredWorkflow:
 
 
 class JudgedResponse(dict[str, Any]):
-    """`{"response": ..., "metrics": ...}`, whose text in traces is the response's alone."""
+    """`{"response": ..., "metrics": ...}`; traces store only the text of the response."""
 
     def get_text_content(self) -> str:
-        """The same method as AgentScope's messages have."""
+        """Same method as AgentScope's messages."""
         return response_text(self["response"])
 
 
 def penalty_of(run: Run) -> float | None:
-    """The reward of a rollout that gives none; None leaves it out."""
+    """The reward of a failed rollout; None omits failed rollouts."""
     failure = run.config.tuner.on_failure
     return failure.penalize if isinstance(failure, Penalize) else None
 
@@ -665,7 +662,7 @@ def _defaults(candidate: ModelCandidate) -> SamplingDefaults:
 
 
 def rounds_of(rows: int, seed: int) -> list[list[int]]:
-    """Rows in any order, cut so that each round doubles those that have been tried."""
+    """Shuffled rows, cut so that each round doubles the number of rows tried."""
     order = list(range(rows))
     random.Random(seed).shuffle(order)
     ends = [FIRST_ROUND]

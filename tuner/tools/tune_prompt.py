@@ -1,4 +1,4 @@
-"""`tune_prompt()`: search for the prompt with which a workflow's rollouts are rewarded best."""
+"""`tune_prompt()`: search for the prompt that gives a workflow the best rewards."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ from tuner.traces.store import closed, cut_torn_line
 from tuner.tune import Run, prepare_evaluation
 
 GEPAS = ("minibatch_size", "perfect_score")
-"""Settings that MIPROv2 has no use for."""
+"""Settings that MIPROv2 does not use."""
 
 
 def tune_prompt(
@@ -90,40 +90,40 @@ def tune_prompt(
 ) -> Any:
     """Search for a better system prompt, or for several texts together; no weights change.
 
-    The run directory has every rollout as a trace, every reflection, the candidates and a page. A
-    search that was interrupted resumes where it stopped when it is called again with the same
-    `experiment_name`. Also works inside a running event loop.
+    The run directory has every rollout as a trace, every reflection, the candidates and a page. An
+    interrupted search resumes when it is called again with the same `experiment_name`. Also works
+    inside a running event loop.
 
     Args:
         workflow_func: Runs the agent on one task: `(task, model, system_prompt)`, or `(task,
-            system_prompt)` where it brings its model; `auxiliary_models` and `logger` are optional.
+            system_prompt)` if it brings its model; `auxiliary_models` and `logger` are optional.
             Async or plain.
-        judge_func: Scores the response, as for `tune()`; its feedback is reflected on. None: the
+        judge_func: Scores the response, as for `tune()`; reflections use its feedback. None: the
             workflow gives the reward.
         train_dataset: A `DatasetConfig`, a `datasets.Dataset`, a list of dicts or a path. One half
-            is reflected on, the other decides which prompt is better; `total_steps` is how many of
-            its rows are taken.
-        eval_dataset: Rows that the search never sees, for what was gained; None: nothing is said.
-        init_system_prompt: The text to begin with; or texts by the names of components, and the
-            workflow gets a dict.
+            is reflected on, the other decides which prompt is better; `total_steps` is the number
+            of rows to use.
+        eval_dataset: Held-out rows that measure the improvement; None skips that.
+        init_system_prompt: The initial text; or texts by component, in which case the workflow
+            gets a dict.
         config: How to search, and how long.
         workflow: AgentScope's name of `workflow_func`.
-        model: Who makes the rollouts of a workflow that takes `model`: a model to be served here,
-            or a `RemoteModel`. None: the file's, else the tiny model that comes with tuner.
+        model: The model for rollouts of a workflow that takes `model`: one to serve here, or a
+            `RemoteModel`. None: the file's, else the tiny model included with tuner.
         auxiliary_models, project_name, experiment_name, config_path, overrides: As for `tune()`.
 
     Returns:
-        The best prompt found, a text or a dict as it was given, and metrics: "eval_before",
+        The best prompt found, a text or a dict like the initial one, and metrics: "eval_before",
         "eval_after" and "valset_improvement" (percent) with an evaluation set and
         `compare_performance`; "search_before", "search_after", "rollouts", "failed", "reflections",
         "input_tokens", "output_tokens", "cost" and "seconds".
 
     Raises:
-        FunctionError: A function cannot be called or returned something of the wrong type.
+        FunctionError: A function cannot be called, or returned the wrong type.
         ConfigError: A setting is unknown, unsupported, of the wrong type or in conflict.
         MissingDependencyError: The optimizer is `mipro`, and the extra `dspy` is not installed.
         DatasetError: A dataset is missing or empty.
-        TrainingError: No rollout of the first prompt came to a reward, an engine or the reflecting
+        TrainingError: No rollout of the first prompt got a reward, or an engine or the reflection
             model failed.
     """
     require_nothing_loads("tune_prompt()")
@@ -172,33 +172,33 @@ def _function(
     workflow_func: Callable[..., Any] | None, workflow: Callable[..., Any] | None
 ) -> Callable[..., Any]:
     if workflow_func is not None and workflow is not None:
-        raise FunctionError("workflow and workflow_func are two names of one argument: give one")
+        raise FunctionError("workflow and workflow_func are the same argument: give one")
     given = workflow_func if workflow is None else workflow
     if given is None:
-        raise FunctionError(f"there is no workflow: pass workflow_func, {WORKFLOW}")
+        raise FunctionError(f"no workflow: pass workflow_func, {WORKFLOW}")
     check_function(given, WORKFLOW)
     return given
 
 
 def _check_mipro(settings: PromptTuneConfig) -> None:
-    """Refuse what MIPROv2 cannot do, before anything is asked or run."""
+    """Reject settings that MIPROv2 does not support, before any request or rollout."""
     if given := [name for name in GEPAS if name in settings.model_fields_set]:
         raise ConfigError(
-            f"PromptTuneConfig.{given[0]} is set, and optimizer='mipro' does not reflect on single "
+            f"PromptTuneConfig.{given[0]} is set, but optimizer='mipro' does not reflect on single "
             "tasks: remove it, or leave optimizer at 'gepa'"
         )
     try:
         import_module("dspy.lm15")
-        import_module("optuna")  # MIPROv2 looks for it when rollouts were paid for
+        import_module("optuna")  # MIPROv2 imports it only after rollouts were paid for
     except ImportError as error:
         raise MissingDependencyError(
-            f"optimizer='mipro' is DSPy's and needs it and Optuna: {error}; {pip_install('dspy')}, "
+            f"optimizer='mipro' needs DSPy and Optuna: {error}; {pip_install('dspy')}, "
             "or leave optimizer at 'gepa'"
         ) from error
 
 
 def _texts(init: Any) -> dict[str, str]:
-    """The texts to begin with, by component."""
+    """The initial texts, by component."""
     texts = {COMPONENT: init} if isinstance(init, str) else init
     if not isinstance(texts, Mapping) or not texts:
         raise ConfigError(
@@ -215,7 +215,7 @@ def _texts(init: Any) -> dict[str, str]:
 
 
 def _brings_its_model(workflow: Callable[..., Any], model: Any) -> bool:
-    """True where a workflow takes no `model`; refuses a model that is given nevertheless."""
+    """True if the workflow takes no `model`; rejects a model that is given anyway."""
     if model is not None and not isinstance(model, TunerModelConfig | RemoteModel):
         raise ConfigError(
             f"model is {model!r:.80} ({type(model).__name__}); pass a TunerModelConfig, or a "
@@ -227,8 +227,8 @@ def _brings_its_model(workflow: Callable[..., Any], model: Any) -> bool:
     )
     if model is not None and not takes:
         raise ConfigError(
-            "model is given, but the workflow takes none: name it `(task, model, system_prompt)`, "
-            "or leave `model` out"
+            "model is given, but the workflow does not take it: define it as `(task, model, "
+            "system_prompt)`, or omit `model`"
         )
     return not takes
 
@@ -236,24 +236,24 @@ def _brings_its_model(workflow: Callable[..., Any], model: Any) -> bool:
 def check_judges_alone(judge_func: Callable[..., Any] | None) -> None:
     if judge_func is not None and judges_groups(judge_func):
         raise FunctionError(
-            f"{where(judge_func)} judges groups, and what it gives depends on who else is in one: "
-            "a search compares rollouts that are made apart, so give a judge that takes `response`"
+            f"{where(judge_func)} judges groups, so its rewards depend on the other responses: a "
+            "search compares separate rollouts, so pass a judge that takes `response`"
         )
 
 
 def rows_of(dataset: Any, role: str) -> list[Task]:
-    """The rows of a dataset, of which `total_steps` says how many are taken."""
+    """The rows of a dataset, limited to its `total_steps`."""
     if dataset is None:
-        raise ConfigError(f"there are no tasks: pass {role}")
+        raise ConfigError(f"no tasks: pass {role}")
     fields: frozenset[str] = getattr(dataset, "model_fields_set", frozenset())
     if "total_epochs" in fields:
         raise ConfigError(
-            f"{role}: total_epochs is set, and nothing is gone through in epochs here; remove it"
+            f"{role}: total_epochs is set, but a search does not use epochs; remove it"
         )
     limit = dataset.total_steps if "total_steps" in fields else None
     if isinstance(dataset, DatasetConfig) or not fields:
         return list(load_tasks(dataset, role=role)[:limit])
-    # AgentScope's own class of this name.
+    # AgentScope's class of this name.
     same = DatasetConfig(path=dataset.path, name=dataset.name, split=dataset.split)
     return list(load_tasks(same, role=role)[:limit])
 
@@ -262,18 +262,18 @@ def _check_budget(settings: PromptTuneConfig, models: Sequence[RemoteModel]) -> 
     limits = (settings.max_rollouts, settings.max_tokens, settings.max_cost)
     if settings.optimization_level is None and limits == (None, None, None):
         raise ConfigError(
-            "PromptTuneConfig.optimization_level is None, and nothing else says how long the "
-            "search is: set max_rollouts, max_tokens or max_cost"
+            "PromptTuneConfig.optimization_level is None, and nothing else limits the search: set "
+            "max_rollouts, max_tokens or max_cost"
         )
     unpriced = [model.model_name for model in models if not any(model.prices)]
     if settings.max_cost is not None and unpriced:
         raise ConfigError(
-            f"PromptTuneConfig.max_cost is set, and {unpriced[0]} has no prices: set input_price "
-            "and output_price of its RemoteModel, money for a million tokens"
+            f"PromptTuneConfig.max_cost is set, but {unpriced[0]} has no prices: set input_price "
+            "and output_price of its RemoteModel, the prices of a million tokens"
         )
 
 
-# The model that proposes prompts: each of its answers is on disk before it is used.
+# The model that proposes prompts; each answer is written to disk before it is used.
 
 
 _ANSWERS = JsonReader[dict[str, Any]](
@@ -286,9 +286,9 @@ _ANSWERS = JsonReader[dict[str, Any]](
 
 
 class Reflection:
-    """Asks the model that proposes prompts; answers that are on disk are not asked for again.
+    """Calls the model that proposes prompts; answers on disk are not requested again.
 
-    Equal questions are separate samples: the k-th is answered by the k-th answer.
+    Equal questions are separate samples: the k-th gets the k-th answer.
 
         {"asked": sha256, "prompt": "...", "answer": "...", "usage": [900, 120]}
     """
@@ -305,11 +305,11 @@ class Reflection:
         self._client, self._model_name = client, model_name
         self._path, self._prices, self._spent = path, prices, spent
         self._known: defaultdict[str, deque[tuple[str, Usage]]] = defaultdict(deque)
-        for _, _, row in _ANSWERS.lines(path, "delete the line, and it is asked for again"):
+        for _, _, row in _ANSWERS.lines(path, "delete the line to request it again"):
             self._known[row["asked"]].append((row["answer"], Usage(*row["usage"])))
 
     async def ask(self, prompt: str) -> str:
-        """The answer to a prompt, as one message of the user."""
+        """The answer to a prompt, sent as one user message."""
         asked = hashlib.sha256(prompt.encode(errors="surrogatepass")).hexdigest()
         if self._known[asked]:
             answer, usage = self._known[asked].popleft()
@@ -333,12 +333,12 @@ class Reflection:
             )
         except openai.OpenAIError as error:
             raise TrainingError(
-                f"{who} gave no answer: {type(error).__name__}: {error}; the search goes on from "
-                "here when it is started again"
+                f"{who} gave no answer: {type(error).__name__}: {error}; start the search again to "
+                "resume from here"
             ) from error
         text = answer.choices[0].message.content if answer.choices else None
         if not text or not text.strip():
-            raise TrainingError(f"{who} answered without a text: name another one")
+            raise TrainingError(f"{who} answered without text: set another model")
         said = answer.usage
         return text, Usage(said.prompt_tokens, said.completion_tokens) if said else Usage()
 
@@ -346,11 +346,11 @@ class Reflection:
 logger = logging.getLogger("tuner")
 
 COMPARED = 100
-"""Rows that candidates are compared on, at most."""
+"""Maximum number of rows that candidates are compared on."""
 FEW = 10
-"""With fewer rows, all are reflected on and compared on."""
-# Fields of `PromptTuneConfig` that may change in a resumed search: its result depends on the first,
-# and not on the others.
+"""With fewer rows, all are used for reflection and for comparison."""
+# Fields of `PromptTuneConfig` that may change in a resumed search: those that affect its result,
+# and the others.
 _RESULT = (
     "compare_performance",
     "max_cost",
@@ -365,7 +365,7 @@ _MAY_CHANGE = (
     "lm_model_name",
     "reflection_model",
 )
-# Candidates that a level has room for, as DSPy's optimizers have; five proposals for each.
+# Number of candidates of a level, as in DSPy's optimizers; five proposals for each.
 LEVELS = {"light": 6, "medium": 12, "heavy": 18}
 PROPOSALS = 5
 
@@ -386,7 +386,7 @@ class PromptSearch:
     _warned: bool = field(default=False, init=False)
 
     def result(self) -> tuple[Any, dict[str, float]]:
-        """The result of `tune_prompt()`, searched for, or read where it was found before."""
+        """The result of `tune_prompt()`, from the search or from an earlier one on disk."""
         from tuner.runs.record import open_directory
 
         with open_directory(self.run.config, self.run.eval_tasks) as directory:
@@ -395,7 +395,7 @@ class PromptSearch:
             if directory.result.exists():
                 logger.warning("%s is complete; returning its result", directory.path)
                 found = OBJECTS.document(
-                    directory.result, "delete it: it is written anew from traces"
+                    directory.result, "delete it: it is rewritten from the traces"
                 )
                 prompts, metrics = found["prompts"], found["metrics"]
             else:
@@ -409,21 +409,21 @@ class PromptSearch:
             return best, metrics
 
     def _continues(self, directory: RunDirectory) -> bool:
-        """True where the directory's result is this search's; writes `search.json`."""
+        """True if the directory's result is from this search; writes `search.json`."""
         now = {"first": self.first, **self.settings.model_dump(mode="json")}
         file = directory.path / "search.json"
         if not file.exists() and directory.has_begun():
             raise ConfigError(
-                f"{directory.path} holds a run of tune(): give this search another experiment_name"
+                f"{directory.path} holds a run of tune(): choose another experiment_name"
             )
         before = now
         if file.exists():
-            before = OBJECTS.document(file, "give this search another experiment_name")
+            before = OBJECTS.document(file, "choose another experiment_name")
         changed = [name for name in now if before.get(name) != now[name]]
         if decisive := [name for name in changed if name not in (*_RESULT, *_MAY_CHANGE)]:
             raise ConfigError(
-                f"{directory.path} holds a search that was started differently: "
-                f"{', '.join(decisive)} changed. Give this one another experiment_name"
+                f"{directory.path} holds a search that was started with other settings: "
+                f"{', '.join(decisive)} changed. Choose another experiment_name"
             )
         write_atomically(file, json.dumps(now, indent=2))
         return not any(name in _RESULT for name in changed)
@@ -553,14 +553,14 @@ class PromptSearch:
         if first and not rewards:
             trace = traces[0]
             raise TrainingError(
-                f"no rollout of the first prompt came to a reward; {trace.id} for one ended with "
+                f"no rollout of the first prompt got a reward; for example, {trace.id} ended with "
                 f"{trace.outcome}: {trace.error}"
             )
         floor = self.settings.failure_score
         if not self._warned and min(rewards, default=floor) < floor:
             self._warned = True
             logger.warning(
-                "a reward is %g: the search takes a rollout that fails for better, since "
+                "a reward is %g: the search prefers failed rollouts, since "
                 "PromptTuneConfig.failure_score is %g; set it below every reward",
                 min(rewards),
                 floor,
@@ -569,7 +569,7 @@ class PromptSearch:
     async def _held_out(
         self, trials: PromptTrials, best: Prompts, monitor: ConsoleMonitor
     ) -> dict[str, float]:
-        """Scores before and after on rows that the search has not seen."""
+        """Scores before and after on held-out rows."""
         rows = range(len(trials.tasks.get(HELD_OUT, ())))
         if not rows:
             return {}
@@ -581,7 +581,7 @@ class PromptSearch:
             rewards = [trace.reward for trace in traces if trace.reward is not None]
             if not rewards:
                 raise TrainingError(
-                    f"no rollout on the evaluation set came to a reward; {traces[0].error}"
+                    f"no rollout on the evaluation set got a reward; {traces[0].error}"
                 )
             means[when] = fmean(rewards)
             monitor.say(f"{HELD_OUT}, {when}: {_interval(rewards)}{_failed(traces)}")
@@ -597,9 +597,9 @@ class PromptSearch:
 
 
 def _halves(rows: list[int], seed: int) -> tuple[list[int], list[int]]:
-    """Rows to reflect on, and rows to compare on: the same where there are few.
+    """Rows to reflect on, and rows to compare on: the same if there are few.
 
-    What is reflected on may find its way into a prompt word by word, so it does not decide.
+    A prompt may quote the rows it was reflected on, so those do not decide.
     """
     if len(rows) < FEW:
         return rows, rows
@@ -609,7 +609,7 @@ def _halves(rows: list[int], seed: int) -> tuple[list[int], list[int]]:
 
 
 def _improvement(means: Mapping[str, float]) -> dict[str, float]:
-    """Percent, as AgentScope has it; of a baseline of 0 it is not 0, whatever was gained."""
+    """Improvement in percent, as in AgentScope; infinite for a change from a baseline of 0."""
     if "before" not in means:
         return {}
     before, gained = means["before"], means["after"] - means["before"]

@@ -1,4 +1,4 @@
-"""Traces: what a rollout leaves behind, exactly, and the token tree over a batch of them."""
+"""Traces: exact records of rollouts, and the token tree over a batch of them."""
 
 from tuner.traces.branches import Branch, BranchCause, branches, successors
 from tuner.traces.call import Call, Dialect, ReasoningPolicy, Rerendered, Usage

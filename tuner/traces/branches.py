@@ -1,39 +1,39 @@
-"""Why a trace is not one path: each call that did not extend the end of one, with its cause.
+"""Causes of branches: why a call of a trace did not extend an earlier path.
 
-That a call branches off is a fact of ids; the cause is read from messages and tools. The words
-*repeats* and *shares* below compare messages as they are (fields without a value left out, text
-parts joined, arguments of tool calls as the JSON they spell), then without reasoning, then without
-whitespace as well, then without the ids of tool calls as well.
+A branch depends only on ids; its cause is read from messages and tools. The words
+*repeats* and *shares* below compare messages as they are (fields without a value dropped, text
+parts joined, arguments of tool calls as the JSON they spell), then without reasoning, then also
+without whitespace, then also without the ids of tool calls.
 
 - Call c **repeats** an earlier call e when its messages are those of e, or begin with those of e
   and then e's response. Of several, the one that repeats most messages counts, then the strictest
   comparison, then the latest.
-- c **shares** as many messages with e as the two have in common at their beginning, e's response
-  included, whitespace and the rest aside.
+- c **shares** as many messages with e as the two have in common at their beginning, including e's
+  response, without reasoning, whitespace and ids.
 
 The first line that holds is the cause:
 
     resampled       c has the prompt ids of an earlier call
-    other           c has no messages but system messages: there is nothing to judge by
+    other           c has only system messages: there is nothing to compare
     If c repeats e, and shares with no earlier call more messages than that:
     fork            c extends e by its ids: another call has already continued e
     tools_changed   the tools of c are not those of e
-    reasoning       equal as they are, with reasoning in e, were it an empty block; or equal once
-                    it is left out
+    reasoning       equal as they are, with reasoning in e, even an empty block; or equal without
+                    it
     template        equal as they are, without reasoning: the chat template or the tokenizer
                     made other ids of the same messages
-    whitespace      equal once whitespace is left out
-    tool_ids        equal once the ids of tool calls are left out
+    whitespace      equal without whitespace
+    tool_ids        equal without the ids of tool calls
     If not:
-    compaction      c shares its first message behind the system messages with an earlier call; and
+    compaction      c shares its first message after the system messages with an earlier call; and
                     is shorter than e with its response, e the latest of those that share most
     rewrite         the same, but c is not shorter
     system_changed  c begins with the messages of an earlier call and its response, except for the
                     system messages at the start
-    compaction      messages of c are also in an earlier call with the same system messages, its
-                    response included; and c is shorter than e with its response, e the latest
-                    of those that have most
-    sub_agent       the system messages of c, or its first message behind them, are its own
+    compaction      messages of c are also in an earlier call with the same system messages, or in
+                    its response; and c is shorter than e with its response, e the latest of those
+                    that have most
+    sub_agent       the system messages of c, or its first message after them, are its own
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Message = dict[str, Any]
 
 
 class BranchCause(StrEnum):
-    """What kept a call from extending an earlier one; the module says how each is decided."""
+    """Cause of a branch; see the module for the rules."""
 
     RESAMPLED = "resampled"
     FORK = "fork"
@@ -77,8 +77,8 @@ class Branch:
 
     Attributes:
         call: Its index among the trace's calls.
-        cause: Why.
-        earlier: Index of the call that it was compared with; None where no earlier call is akin.
+        cause: The cause.
+        earlier: Index of the call that it was compared with; None if no earlier call is related.
     """
 
     call: int
@@ -90,9 +90,9 @@ def branches(calls: Sequence[Call]) -> tuple[Branch, ...]:
     """The branches of one trace, in order of its calls.
 
     A call is a branch unless it is the first, or its prompt begins with the
-    `prompt_ids + completion_ids` of an earlier call that is the end of a path, which is to say that
-    no other earlier call goes on from there. The token tree of the calls has at most one row more
-    than there are branches; two calls with equal ids make it fewer.
+    `prompt_ids + completion_ids` of an earlier call that is the end of a path, which means that no
+    other earlier call continues it. The token tree of the calls has at most one row more than there
+    are branches; two calls with equal ids make it fewer.
 
     Args:
         calls: One trace's calls in order of commitment.
@@ -114,7 +114,7 @@ def branches(calls: Sequence[Call]) -> tuple[Branch, ...]:
 def _cause(
     talks: Sequence[_Talk], keys: Sequence[bytes], prompts: Sequence[bytes]
 ) -> tuple[BranchCause, int | None]:
-    """Why the last of `talks` branched off, and from which of the others."""
+    """Cause of the branch at the last of `talks`, and index of the call it was compared with."""
     *earlier, new = talks
     prompt = prompts[len(earlier)]
     if prompt in prompts[: len(earlier)]:
@@ -169,7 +169,8 @@ def _repeated(new: _Talk, earlier: Sequence[_Talk]) -> tuple[int, int, int] | No
 
 
 def _repeats(new: _Talk, old: _Talk, view: int) -> int:
-    """How many messages of `old`, its response included, `new` repeats; 0 unless it repeats it."""
+    """Number of messages of `old`, including its response, that `new` repeats; 0 unless it
+    repeats it."""
     ours, theirs = new.messages(view), old.messages(view, response=True)
     if ours[: len(theirs)] == theirs:
         return len(theirs)
@@ -177,12 +178,12 @@ def _repeats(new: _Talk, old: _Talk, view: int) -> int:
 
 
 def _common(ours: Sequence[str], theirs: Sequence[str]) -> int:
-    """How many messages two lists have in common at their beginning."""
+    """Number of messages that two lists have in common at their beginning."""
     pairs = enumerate(zip(ours, theirs, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
 
 
-# How messages are compared: as they are, then each view leaves out one thing more.
+# Comparisons of messages: as they are, then each view ignores one thing more.
 _AS_IS, _NO_REASONING, _NO_WHITESPACE, _NO_TOOL_IDS = range(4)
 _LOOSEST = _NO_TOOL_IDS
 _CAUSE_OF_VIEW = (None, BranchCause.REASONING, BranchCause.WHITESPACE, BranchCause.TOOL_IDS)
@@ -194,7 +195,8 @@ _to_text = json.JSONEncoder(sort_keys=True, default=repr).encode
 
 
 class _Texts:
-    """Text of messages by view; one object in many calls, as in a stored trace, is read once."""
+    """Text of messages by view; an object shared by many calls, as in a stored trace, is read
+    once."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], str] = {}
@@ -207,7 +209,7 @@ class _Texts:
 
 
 class _Talk:
-    """A call's messages and response as text, by how they are compared."""
+    """A call's messages and response as text, by view."""
 
     def __init__(self, call: Call, texts: _Texts) -> None:
         self._call = call
@@ -226,16 +228,16 @@ class _Talk:
         return self.messages(_LOOSEST)[: self._system_count]
 
     def turns(self, view: int, *, response: bool = False) -> list[str]:
-        """The messages behind the system messages at the start."""
+        """The messages after the system messages at the start."""
         return self.messages(view, response=response)[self._system_count :]
 
     def is_shorter(self, old: _Talk) -> bool:
-        """Whether this call's messages are fewer than those of `old` and its response."""
+        """Whether this call has fewer messages than `old` with its response."""
         return len(self.turns(_LOOSEST)) < len(old.turns(_LOOSEST, response=True))
 
     @property
     def unseen_cause(self) -> BranchCause:
-        """Why a call that repeats this one to the letter has other ids."""
+        """Why a call that repeats this one exactly has other ids."""
         said = [*self._call.messages, self._call.response]
         # The gateway answers "" for a block without reasoning, which is dropped like any other.
         empty_block = self._call.response.get("reasoning_content") == ""
@@ -260,7 +262,7 @@ def _has_reasoning(message: Message) -> bool:
 
 
 def _text(message: Message, view: int) -> str:
-    """A message as one string that equals another's where the view sees no difference."""
+    """A message as one string; equal to another's if the view sees no difference."""
     shown = {key: value for key, value in message.items() if value not in (None, "", [])}
     if _is_system(message):
         shown["role"] = "system"
@@ -282,7 +284,7 @@ def _text(message: Message, view: int) -> str:
 
 
 def _content(message: Message) -> str:
-    """A message's text; parts that are no text stay as the JSON they are."""
+    """A message's text; parts that are not text become JSON."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
@@ -305,10 +307,11 @@ def _tool_call(call: dict[str, Any], view: int) -> list[Any]:
     return [function.get("name"), arguments, None if view >= _NO_TOOL_IDS else call.get("id")]
 
 
-# Which call of a rollout goes on from which: read from token ids, never from the order of arrival.
+# Calls of a rollout that continue other calls: read from token ids, never from the order of
+# arrival.
 #
-# A call goes on from another when that one's `prompt_ids + completion_ids` is the beginning of its
-# prompt; of several such calls from the longest. With each completion in brackets:
+# A call continues another if that one's `prompt_ids + completion_ids` is the beginning of its
+# prompt; of several such calls, the longest. With each completion in brackets:
 #
 #     a   s [1 2]                     ─ a ─┬─ b ── d
 #     b   s 1 2 u [3]                      └─ c          b and c are answers to the same turn
@@ -316,13 +319,13 @@ def _tool_call(call: dict[str, Any], view: int) -> list[Any]:
 #     d   s 1 2 u 3 v [5]             ─ e                a sub-agent with a prompt of its own
 #     e   t [6]
 #
-# d goes on from b and not from c, whichever of them came first. Calls with equal ids cannot be told
-# apart: what goes on from one goes on from each. A prompt that was rendered afresh (history
-# rewritten or compacted, reasoning left out by the template) goes on from none.
+# d continues b and not c, whichever of them came first. Calls with equal ids cannot be told apart:
+# a call that continues one continues each. A prompt that was rendered again (history rewritten or
+# compacted, reasoning dropped by the template) continues none.
 
 
 def successors(calls: Sequence[HasIds], rollouts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """For each of C calls the calls of its rollout that go on from it.
+    """For each of C calls, the calls of its rollout that continue it.
 
     Args:
         calls: In any order; a call has a completion.
@@ -348,8 +351,8 @@ def successors(calls: Sequence[HasIds], rollouts: Sequence[int]) -> tuple[tuple[
 def _of_rollout(
     calls: Sequence[HasIds], keys: Sequence[bytes], mine: Sequence[int]
 ) -> dict[int, list[int]]:
-    # In lexicographic order what a sequence is the beginning of follows right behind it, so those
-    # that a prompt begins with are the open ones. A prompt comes behind the sequence it equals.
+    # In lexicographic order the extensions of a sequence follow right after it, so the sequences
+    # that a prompt begins with are the open ones. A prompt comes after a sequence that equals it.
     ends = [(keys[call], 0, call) for call in mine]
     prompts = [(keys[call][: 4 * len(calls[call].prompt_ids)], 1, call) for call in mine]
     open_: list[tuple[bytes, list[int]]] = []

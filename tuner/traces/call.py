@@ -1,4 +1,4 @@
-"""One model invocation as frozen data: exact ids, log-probs, versions and what people read."""
+"""One model call as frozen data: exact ids, log-probs and versions, and the readable messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ReasoningPolicy = Literal["template", "keep"]
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens that were read and written."""
+    """Number of prompt and completion tokens."""
 
     input_tokens: Count = 0
     output_tokens: Count = 0
@@ -31,8 +31,8 @@ class Usage:
 class Call:
     """One completion that an agent received, exactly as sampled.
 
-    `n=3` in one request makes three calls with the same prompt. A call whose data do not agree
-    is kept for viewing with `invalid` set, and is never trained.
+    `n=3` in one request makes three calls with the same prompt. A call with inconsistent data is
+    kept for viewing with `invalid` set, and is never trained.
 
     Attributes:
         id: Unique within its session; the response id that the agent saw, plus the choice.
@@ -40,50 +40,51 @@ class Call:
         completion_ids: Token ids the engine sampled, shape [T].
         logprobs: Log-probs of `completion_ids` under the sampled distribution, shape [T].
         versions: Version of the weights for each sampled token, shape [T].
-        sampling: The settings in force, after defaults and caps.
-        finish_reason: "stop", "length" or "tool_calls", as chat completions say it; "abandoned"
-            where it is undelivered.
+        sampling: The effective settings, after defaults and caps.
+        finish_reason: "stop", "length" or "tool_calls", as in chat completions; "abandoned" if it
+            is undelivered.
         messages: The request's messages, as the agent sent them.
         tools: The request's tools, as the agent sent them.
         response: The assistant message that the agent received.
         started: Unix time of the request, seconds.
         seconds: Time until the completion was ready.
         cached_tokens: Prompt tokens the engine did not have to compute.
-        reused_ids: How many of `prompt_ids`, from the first on, are the prompt and the sampled
-            completion of an earlier call, taken over as they were; the others were rendered.
-        rerendered: Why the latest assistant turn of the prompt was rendered and not taken over:
+        reused_ids: Number of `prompt_ids`, from the first on, that were copied from the prompt and
+            the sampled completion of an earlier call; the others were rendered.
+        rerendered: Why the latest assistant turn of the prompt was rendered and not copied:
             "text" (no call of the session sampled what the template rendered), "characters"
-            (the completion holds bytes that are no text), "tokenizer" (the text cannot be cut
-            where the completion ended); None where there is none or it was taken over.
-        dialect: Whose form the request came in: OpenAI's chat completions, completions or
-            responses, or Anthropic's messages.
+            (the completion contains bytes that are not text), "tokenizer" (the text cannot be cut
+            where the completion ended); None if there is no such turn or it was copied.
+        dialect: Format of the request: OpenAI's chat completions, completions or responses, or
+            Anthropic's messages.
         streamed: Whether the answer was a stream.
-        role: The agent that made the call, where the workflow named it, or None.
+        role: The agent that made the call, if the workflow named it, or None.
         reward: The call's own reward, in place of its rollout's, or None.
-        gained: What was gained where the call ended, for algorithms that add up what calls lead to
-            (`turn_discount`, ppo). Where a call of the rollout has it, they add up these alone, and
-            neither `reward` nor the rollout's.
-        excluded: Whether the workflow said that the call is not to be trained.
-        masked: Stretches [from, to) of `completion_ids` that the workflow said are not to be
-            trained, in order.
-        undelivered: Whether the caller went away, or was cut off, before the end of the answer;
-            what was sampled until then is kept, and never trained.
-        malformed_tool_calls: Tool calls of the completion that could not be read.
+        gained: The reward gained at the end of the call, for algorithms that sum up the returns of
+            calls (`turn_discount`, ppo). If a call of the rollout has it, they sum up only these,
+            and neither `reward` nor the rollout's reward.
+        excluded: Whether the workflow excluded the call from training.
+        masked: Stretches [from, to) of `completion_ids` that the workflow excluded from training,
+            in order.
+        undelivered: Whether the caller disconnected, or was cut off, before the end of the answer;
+            tokens sampled until then are kept, and never trained.
+        malformed_tool_calls: Number of unreadable tool calls in the completion.
         reasoning_policy: Whether reasoning that is missing from the rendered prompt stays missing
-            ("template") or is put back as it was sampled ("keep").
-        kept_reasoning_ids: How many of `prompt_ids` are reasoning of earlier turns, its tags
-            included, of which the rendered prompt shows nothing: what "keep" costs.
-        recomputed_ids: How many of `prompt_ids` are the earlier turns, from the first one on that
-            lacks its reasoning, which "keep" would have taken over: what "template" costs.
-        kept: For each position the tokens that top_k, top_p and min_p left, as
-            `tuner.engines.sampling` packs them, "" where they are not known; empty where nothing
-            was cut.
-        top_logprobs: For each position the (id, log-prob) pairs of the most probable tokens, where
-            the request asked for them.
-        replayed: How many of `completion_ids`, from the first on, were not sampled for this call:
-            its session's script gave them, from a call of another rollout, which they count for.
-        billed: What a model elsewhere says that it read and wrote, as tokens of its own, whose ids
-            are not known; None where they are.
+            ("template") or is restored as sampled ("keep").
+        kept_reasoning_ids: Number of `prompt_ids` that are reasoning of earlier turns, with its
+            tags,
+            and missing from the rendered prompt: the cost of "keep".
+        recomputed_ids: Number of `prompt_ids` in the earlier turns, from the first one on that
+            lacks its reasoning, which "keep" would have copied: the cost of "template".
+        kept: For each position the tokens that top_k, top_p and min_p kept, packed by
+            `tuner.engines.sampling`, "" if unknown; empty if nothing was cut.
+        top_logprobs: For each position the (id, log-prob) pairs of the most probable tokens, if the
+            request asked for them.
+        replayed: Number of `completion_ids`, from the first on, that were not sampled for this
+            call:
+            its session's script copied them from a call of another rollout, which counts them.
+        billed: Token counts reported by a remote model, whose ids are unknown; None if the ids are
+            known.
         invalid: Why the call can never be trained, or None.
     """
 
@@ -122,28 +123,27 @@ class Call:
 
     @property
     def usage(self) -> Usage:
-        """The tokens of its prompt and of its completion."""
+        """Number of tokens of its prompt and of its completion."""
         return self.billed or Usage(len(self.prompt_ids), len(self.completion_ids))
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens that the engine sampled for this call."""
+        """Number of tokens that the engine sampled for this call."""
         return len(self.completion_ids) - self.replayed
 
     @property
     def given_back(self) -> bool:
-        """Whether another rollout sampled all of it, and counts it."""
+        """Whether another rollout sampled, and counts, all of it."""
         return 0 < self.replayed == len(self.completion_ids)
 
     @property
     def constrained(self) -> bool:
-        """Whether the completion was held to a form; `sampling.grammar` says to which."""
+        """Whether a grammar constrained the completion; see `sampling.grammar`."""
         return bool(self.sampling.grammar)
 
     @property
     def stretches(self) -> tuple[tuple[int, int], ...]:
-        """The stretches [from, to) of `completion_ids` that are left when what was replayed and
-        `masked` are taken out."""
+        """Stretches [from, to) of `completion_ids` without replayed and `masked` ones."""
         edges = [0, *(edge for stretch in self.masked for edge in stretch)]
         edges.append(len(self.completion_ids))
         pairs = zip(edges[::2], edges[1::2], strict=True)

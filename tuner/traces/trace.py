@@ -29,7 +29,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, order=True)
 class RolloutId:
-    """Which run of which task this is; the order of a batch, whatever the order of arrival.
+    """Identifies a rollout; also its position in a batch, whatever the order of arrival.
 
     Attributes:
         step: Training step, counted from 1; for an evaluation the step it belongs to.
@@ -49,14 +49,14 @@ class RolloutId:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a rollout that begins inside another one begins.
+    """The point of another rollout at which a rollout begins.
 
     Attributes:
-        rollout, attempt: What it repeats up to the point.
-        calls: How many calls of that, in order of commitment, lie before the point.
-        token: How many sampled tokens of the call at the point do.
+        rollout, attempt: The rollout that it repeats up to this point.
+        calls: Number of its calls before the point, in order of commitment.
+        token: Number of sampled tokens before the point in the call there.
         diverged: How the agent left the script before the point, or None.
-        left_at: The call of the other rollout at which that was.
+        left_at: The call of the other rollout at which it did.
     """
 
     rollout: RolloutId
@@ -68,21 +68,21 @@ class Origin:
 
     @property
     def position(self) -> tuple[int, int]:
-        """Up to which call, and which of its tokens, it is the other rollout."""
+        """Number of shared calls, and of shared tokens in the next call."""
         planned = self.calls, self.token
         return planned if self.left_at is None else min(planned, (self.left_at, 0))
 
 
 @dataclass(frozen=True)
 class FunctionResult:
-    """What a function that is decorated with `tuner.recorded` returned in a rollout.
+    """Result of a function decorated with `tuner.recorded` in a rollout.
 
     Attributes:
         function: Its file's name without the ending, and its qualified name.
-        arguments: By name, as JSON; what is no JSON is "<not JSON>".
-        occurrence: How often the rollout had called it with these arguments before.
-        value: What it returned.
-        calls: How many calls of the rollout were committed when it did.
+        arguments: By name, as JSON; other values are "<not JSON>".
+        occurrence: Number of earlier calls with these arguments in the rollout.
+        value: The returned value.
+        calls: Number of the rollout's calls that were committed by then.
     """
 
     function: str
@@ -94,29 +94,31 @@ class FunctionResult:
 
 @dataclass(frozen=True)
 class Trace:
-    """Everything that one attempt at a rollout left behind.
+    """Complete record of one attempt at a rollout.
 
     Attributes:
-        id: Which rollout this is.
+        id: The rollout.
         task: The dataset row.
         calls: Committed calls of this attempt, in order of commitment.
         outcome: How the rollout ended.
         reward: The score, or None when the outcome gives none.
         metrics: The user's numbers from the workflow and the judge.
         response: The workflow's response as text, for people.
-        feedback: What the judge said of it in words, or None.
-        error: One line on what went wrong, or None.
-        attempt: Which start of the workflow this was, from 1; one attempt, one session.
+        feedback: The judge's comment, or None.
+        error: The error in one line, or None.
+        attempt: Number of this start of the workflow, from 1; one attempt, one session.
         final: False for an attempt that a retry replaced; its calls are kept, never trained.
-        seconds: Time by part: "queue" (until there was room for it), "workflow", "judge",
+        seconds: Time by part: "queue" (until there was a free slot), "workflow", "judge",
             "generation" (time spent inside calls).
-        started: Unix time at which the attempt began; 0 where nothing was begun.
-        origin: Where it begins, if inside another rollout. The calls before that are there, as
-            they were given back (`Call.replayed`).
-        results: What recorded functions returned, in the order in which they did.
-        foreign_from: Where another run recorded it, from whose samples this one goes on (`tuner
-            rebase`), the first version of the weights that the two do not share: from there on
-            `Call.versions` count the updates of the other run. None: this run sampled it.
+        started: Unix time at which the attempt began; 0 if nothing began.
+        origin: The point of another rollout at which it begins, or None. It includes the calls
+            before that (`Call.replayed`).
+        results: Results of recorded functions, in order of return.
+        foreign_from: For an attempt recorded by the run that this one continues (`tuner rebase`),
+            the
+            first version of the weights that the two runs do not share: from there on
+                `Call.versions`
+            count the updates of the other run. None: this run sampled it.
     """
 
     id: RolloutId
@@ -138,20 +140,19 @@ class Trace:
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens that the engine sampled for this attempt."""
+        """Number of tokens that the engine sampled for this attempt."""
         return sum(call.sampled_tokens for call in self.calls)
 
     @property
     def replayed_tokens(self) -> int:
-        """Tokens of its calls that another rollout's script gave."""
+        """Number of tokens of its calls that another rollout's script gave."""
         return sum(call.replayed for call in self.calls)
 
     def is_foreign(self, versions: Sequence[int]) -> bool:
-        """Whether weights that this run never had sampled one of some tokens with these versions,
-        which rise."""
+        """Whether one of these versions, which rise, belongs to weights that this run never had."""
         return self.foreign_from is not None and versions[-1] >= self.foreign_from
 
     @property
     def usage(self) -> Usage:
-        """What all calls read and wrote."""
+        """Number of prompt and completion tokens of all calls."""
         return sum((call.usage for call in self.calls), Usage())

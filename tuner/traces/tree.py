@@ -1,8 +1,8 @@
 """The token tree: every distinct prefix of a batch's calls once, in depth-first order.
 
-A call is the sequence `prompt_ids + completion_ids`. The tree knows these ids and nothing else, so
-turns, sub-agents, parallel calls, n > 1, retries, compaction and rewritten history are no special
-cases. For three calls, each completion in brackets,
+A call is the sequence `prompt_ids + completion_ids`. The tree uses only these ids, so turns,
+sub-agents, parallel calls, n > 1, retries, compaction and rewritten history are no special cases.
+For three calls, with each completion in brackets,
 
     1 2 [3]        node    0 1 2 3 4 5
     1 2 3 4 [5]    token   1 2 3 4 5 6        1 ─ 2 ─┬─ 3 ─ 4 ─ 5
@@ -10,10 +10,10 @@ cases. For three calls, each completion in brackets,
                    parent -1 0 1 2 3 1
                    end     6 6 5 5 5 6
 
-Siblings are in order of their token, so the order in which calls arrive changes none of this. In
-lexicographic order a sequence adds exactly the nodes behind the prefix that it shares with its
-predecessor, and the nodes come out in depth-first order. Cost: sorting the calls, then a few
-passes of numpy over their tokens.
+Siblings are ordered by their token, so the order of the calls does not matter. In lexicographic
+order a sequence adds exactly the nodes after the prefix that it shares with its predecessor, and
+the nodes come out in depth-first order. Cost: sorting the calls, then a few passes of numpy over
+their tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LARGEST_ID = 2**32 - 1  # ids are sorted as 4 bytes each
 
 
 class HasIds(Protocol):
-    """What the tree is built from: a `Call`, a training row, or anything like them."""
+    """Input of the tree: a `Call`, a training row, or similar."""
 
     @property
     def prompt_ids(self) -> Sequence[int]: ...
@@ -44,13 +44,14 @@ class HasIds(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class TreeRow:
-    """One path from a root to a leaf, for those who want rows.
+    """One path from a root to a leaf.
 
     Attributes:
         nodes: Nodes of the path, shape [L].
         ids: Their token ids, shape [L].
-        samples: How many calls sampled each token, shape [L]; 0 for context, and for a token on a
-            shared path that an earlier row of the tree counts. `samples > 0` is the training mask.
+        samples: Number of calls that sampled each token, shape [L]; 0 for context, and for a token
+            on a shared path that an earlier row of the tree counts. `samples > 0` is the training
+                mask.
     """
 
     nodes: IntArray
@@ -71,12 +72,12 @@ class TokenTree:
 
     Attributes:
         token: Token id, shape [N].
-        depth: Tokens before it, which is its position id, shape [N].
+        depth: Number of tokens before it, which is its position id, shape [N].
         parent: Node before it, -1 at the start of a sequence, shape [N].
-        end: First node behind its subtree, shape [N].
+        end: First node after its subtree, shape [N].
         prompt_node: Node of each prompt's last token, -1 for an empty prompt, shape [C].
         completion_node: Nodes of all completions, call after call, shape [S].
-        completion_start: Where each call's part of `completion_node` starts, shape [C + 1].
+        completion_start: Start of each call's part of `completion_node`, shape [C + 1].
         row_tokens: Tokens of all calls, each with its whole prompt.
     """
 
@@ -91,13 +92,13 @@ class TokenTree:
 
     @classmethod
     def build(cls, calls: Sequence[HasIds]) -> TokenTree:
-        """The tree of one batch's calls, from any number of rollouts, in any order.
+        """Build the tree of one batch's calls, from any number of rollouts, in any order.
 
         Raises:
             ValueError: A token id is negative or needs more than 32 bits.
         """
         keys = sequence_keys(calls)
-        # Big-endian bytes of equal width sort as the ids do, and a prefix before what extends it.
+        # Big-endian bytes of equal width sort like the ids, and a prefix before its extensions.
         distinct = sorted(set(keys))
         rank = {key: i for i, key in enumerate(distinct)}
         members: list[list[int]] = [[] for _ in distinct]
@@ -164,7 +165,7 @@ class TokenTree:
 
     @cached_property
     def samples(self) -> IntArray:
-        """How many calls sampled each node's token, shape [N]; 0 for context."""
+        """Number of calls that sampled each node's token, shape [N]; 0 for context."""
         counts = np.bincount(self.completion_node, minlength=self.unique_tokens)
         return counts.astype(np.int64, copy=False)
 
@@ -202,7 +203,7 @@ class TokenTree:
 
 
 def sequence_keys(calls: Sequence[HasIds]) -> list[bytes]:
-    """Each call's `prompt_ids + completion_ids` as bytes that compare as the ids do, 4 per id.
+    """Each call's `prompt_ids + completion_ids` as bytes that compare like the ids, 4 per id.
 
     Raises:
         ValueError: A token id is negative or needs more than 32 bits.
@@ -213,7 +214,7 @@ def sequence_keys(calls: Sequence[HasIds]) -> list[bytes]:
     ids = np.fromiter(every_id, dtype=np.int64, count=sum(length_C))
     for id_ in (ids.min(initial=0), ids.max(initial=0)):
         if not 0 <= id_ <= _LARGEST_ID:
-            raise ValueError(f"{id_} is no token id: ids are from 0 to {_LARGEST_ID}")
+            raise ValueError(f"{id_} is not a token id: ids are from 0 to {_LARGEST_ID}")
     raw = ids.astype(">u4").tobytes()
     bounds = (4 * _starts(np.array(length_C, dtype=np.int64))).tolist()
     return [raw[bounds[i] : bounds[i + 1]] for i in range(len(calls))]
@@ -222,20 +223,20 @@ def sequence_keys(calls: Sequence[HasIds]) -> list[bytes]:
 def _shared_with_previous(
     ids: IntArray, depth: IntArray, start_D: IntArray, length_D: IntArray
 ) -> IntArray:
-    """Length of the prefix that each of D sequences shares with the one before it, shape [D].
+    """Length of the prefix that each of D sequences shares with the previous one, shape [D].
 
-    `ids` are all sequences end to end, `depth` the position of each id within its sequence.
+    `ids` are all concatenated sequences, `depth` the position of each id within its sequence.
     """
     before = np.concatenate(([0], length_D[:-1]))[: len(length_D)]
     has_partner = depth < np.repeat(before, length_D)
     at = np.flatnonzero(has_partner)
     differs = ~has_partner
     differs[at] = ids[at] != ids[at - np.repeat(before, length_D)[at]]
-    # The first difference at or behind a sequence's start, if it is still inside the sequence.
+    # The first difference at or after a sequence's start, if it is still inside the sequence.
     where = np.append(np.flatnonzero(differs), len(ids))
     return np.minimum(where[np.searchsorted(where, start_D)] - start_D, length_D)
 
 
 def _starts(lengths: IntArray) -> IntArray:
-    """Offsets of parts laid end to end, shape [parts + 1]; the last is the total."""
+    """Offsets of concatenated parts, shape [parts + 1]; the last is the total."""
     return np.concatenate(([0], np.cumsum(lengths)))

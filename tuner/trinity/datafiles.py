@@ -1,13 +1,12 @@
-"""The tasks, and recorded data, where and as Trinity-RFT reads them.
+"""Tasks and recorded data, in the places and formats that Trinity-RFT reads.
 
-It reads folders and names on the Hugging Face Hub with `datasets`; those stay as they are. Rows in
+It reads folders and names on the Hugging Face Hub with `datasets`; those are unchanged. Rows in
 memory and single files, which it cannot read, are written into the run's folder, each row as the
 JSON text of one column, so that no reader changes a type or fills a gap.
 
-A row of recorded data may say the same in many ways (docs/recorded_data.md): text or messages,
-lists or JSON text, columns by any name. Trinity-RFT finds out about a row that it cannot read in
-the middle of a run; so every row is read here first, as on the local backend, and written as
-messages.
+A row of recorded data has several possible forms (docs/recorded_data.md): text or messages,
+lists or JSON text, columns of any name. Trinity-RFT finds an unreadable row only in the middle of a
+run; so every row is read here first, as on the local backend, and written as messages.
 """
 
 from __future__ import annotations
@@ -46,11 +45,7 @@ def readable_there(taskset: Mapping[str, Any]) -> bool:
 
 
 def tasks_of(taskset: Mapping[str, Any], rows: Any, *, role: str) -> Sequence[Task]:
-    """All rows of a taskset, or of what was given in Python where it has no path.
-
-    Raises:
-        DatasetError: There are none, or they cannot be read.
-    """
+    """All rows of a taskset, or those given in Python if it has no path."""
     source = rows
     if taskset.get("path"):
         source = DatasetConfig(
@@ -64,15 +59,12 @@ def tasks_of(taskset: Mapping[str, Any], rows: Any, *, role: str) -> Sequence[Ta
 
 
 def put_tasks(settings: TrinitySettings, rows: Any, fingerprint: dict[str, str]) -> list[int]:
-    """Put the tasks that are trained on where Trinity-RFT reads them; gives their number by set.
+    """Write the training tasks for Trinity-RFT; returns their number by set.
 
     Args:
-        settings: The places of the data are noted there.
-        rows: As given to `tune()`.
-        fingerprint: Gets what tells the rows of each set from others.
-
-    Raises:
-        DatasetError: There are none, or not enough for one batch.
+        settings: Gets the new paths of the data.
+        rows: The training data given to `tune()`.
+        fingerprint: Gets the fingerprint of each set's rows.
     """
     inputs = settings.tree["buffer"]["explorer_input"]
     sizes = []
@@ -91,11 +83,7 @@ def put_tasks(settings: TrinitySettings, rows: Any, fingerprint: dict[str, str])
 def put_evaluations(
     settings: TrinitySettings, rows: Any, fingerprint: dict[str, str]
 ) -> dict[str, int]:
-    """Put every evaluation set where Trinity-RFT reads it; gives the rollouts of each.
-
-    Raises:
-        DatasetError: A set has no rows.
-    """
+    """Write every evaluation set for Trinity-RFT; returns the number of rollouts of each."""
     counts = {}
     sets = settings.get("buffer.explorer_input.eval_tasksets", ())
     for index, taskset in enumerate(sets):
@@ -112,12 +100,7 @@ def put_evaluations(
 
 
 def put_recorded(settings: TrinitySettings, rows: Any) -> int:
-    """Put recorded data where Trinity-RFT's trainer reads it; gives its rows or experiences.
-
-    Raises:
-        ConfigError: A database's size is not known here, and the steps are not set.
-        DatasetError: There is nothing to train on, or not enough for one batch.
-    """
+    """Write recorded data for Trinity-RFT's trainer; returns the number of rows or experiences."""
     buffer = settings.get(BUFFER)
     batch = int(settings.get("buffer.train_batch_size"))
     if buffer["storage_type"] == "sql":
@@ -128,12 +111,12 @@ def put_recorded(settings: TrinitySettings, rows: Any) -> int:
             if not steps:
                 raise ConfigError(
                     f"{BUFFER}.path is {buffer.get('path')}, a database on a server, and "
-                    "trainer.total_steps is not set: the trainer would wait for more at its end; "
-                    "set the number of steps"
+                    "trainer.total_steps is not set: the trainer would wait for more data at its "
+                    "end; set the number of steps"
                 )
             return int(steps) * batch
         check_fills_a_batch([{}] * count, batch, "the buffer of experiences")
-        # Its reader waits for more at the end of a database, and does not know that none comes.
+        # Its reader waits for more at the end of a database, even if nothing will come.
         if not settings.get("trainer.total_steps"):
             settings.tree.setdefault("trainer", {})["total_steps"] = count // batch
         return count
@@ -154,11 +137,7 @@ def _folder(settings: TrinitySettings) -> Path:
 
 
 def write_tasks(tasks: Sequence[Task], folder: Path, *, role: str) -> dict[str, Any]:
-    """Write rows where Trinity-RFT reads them; gives the settings of their taskset.
-
-    Raises:
-        DatasetError: A row holds something that JSON has not.
-    """
+    """Write rows for Trinity-RFT; returns the settings of their taskset."""
     texts = [_json(task, index, role) for index, task in enumerate(tasks)]
     return _written("".join(json.dumps({ROW: text}) + "\n" for text in texts), folder)
 
@@ -168,8 +147,8 @@ def _json(row: Mapping[str, Any], index: int, role: str) -> str:
         return json.dumps(row, ensure_ascii=False)
     except (TypeError, ValueError) as error:
         raise DatasetError(
-            f"{role}: row {index} cannot be sent to the workers: {error}; rows may hold what "
-            "JSON has: text, numbers, lists and dicts"
+            f"{role}: row {index} cannot be sent to the workers: {error}; rows may contain "
+            "JSON values only: text, numbers, lists and dicts"
         ) from None
 
 
@@ -180,7 +159,7 @@ def _written(text: str, folder: Path) -> dict[str, Any]:
 
 
 def task_of(row: Mapping[str, Any]) -> Task:
-    """The row that the user's functions get."""
+    """The row for the user's functions."""
     if set(row) == {ROW}:
         task: Task = json.loads(row[ROW])
         return task
@@ -188,8 +167,8 @@ def task_of(row: Mapping[str, Any]) -> Task:
 
 
 def is_text(algorithm: str, form: Mapping[str, Any]) -> bool:
-    """Whether the rows of an algorithm are conversations, or pairs of them, of text alone: those
-    with pictures are given to Trinity-RFT as they are."""
+    """Whether an algorithm's rows are conversations, or pairs of them, of text only: those with
+    pictures are passed to Trinity-RFT unchanged."""
     pictured = form.get("image_key") or form.get("video_key")
     return bool(RECORDED.get(algorithm)) and not pictured
 
@@ -197,16 +176,12 @@ def is_text(algorithm: str, form: Mapping[str, Any]) -> bool:
 def as_messages(
     rows: Sequence[Mapping[str, Any]], form: Mapping[str, Any], *, algorithm: str
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The rows as messages, and `format` as it describes them.
+    """The rows as messages, and the `format` that describes them.
 
     Args:
         rows: The dataset.
-        form: `format` as it was given.
+        form: The given `format`.
         algorithm: `sft` or `dpo`.
-
-    Raises:
-        ConfigError: `format` has values that describe no columns.
-        DatasetError: A row cannot be read, or asks for what Trinity-RFT has not; names the row.
     """
     columns = _columns(form)
     read = _conversation if RECORDED[algorithm] == "conversations" else _pair
@@ -231,7 +206,7 @@ def as_messages(
 def _columns(form: Mapping[str, Any]) -> FormatSection:
     known = {name: form[name] for name in FormatSection.model_fields if name in form}
     if isinstance(kind := known.get("prompt_type"), str):
-        known["prompt_type"] = kind.lower()  # Trinity-RFT takes it either way
+        known["prompt_type"] = kind.lower()  # Trinity-RFT accepts both
     try:
         return FormatSection.model_validate(known)
     except ValidationError as error:
@@ -245,9 +220,9 @@ def _conversation(row: Mapping[str, Any], columns: FormatSection) -> dict[str, A
     wanted = answers if columns.enable_concatenated_multi_turn else [len(found.messages) - 1]
     if list(found.trained) != wanted:
         raise DatasetError(
-            "Trinity-RFT trains every answer of a conversation, or the last message alone "
-            "(format.enable_concatenated_multi_turn), and knows no weight of a message; leave such "
-            "rows out, or set tuner.backend to local"
+            "Trinity-RFT trains every answer of a conversation, or only the last message "
+            "(format.enable_concatenated_multi_turn), and does not support a message's weight; "
+            "drop such rows, or set tuner.backend to local"
         )
     return {
         "messages": json.dumps(found.messages, ensure_ascii=False),
@@ -259,15 +234,15 @@ def _pair(row: Mapping[str, Any], columns: FormatSection) -> dict[str, Any]:
     chosen, rejected = pair(row, columns)
     if chosen.tools:
         raise DatasetError(
-            "Trinity-RFT's dpo shows the model no tools; leave them out, or set tuner.backend to "
-            "local"
+            "Trinity-RFT's dpo does not show tools to the model; remove them, or set "
+            "tuner.backend to local"
         )
     shared = chosen.messages[:-1]
     for one in (chosen, rejected):
         if one.messages[:-1] != shared or one.trained != (len(shared),):
             raise DatasetError(
-                "Trinity-RFT trains whatever follows the shared messages: an end must be one "
-                "assistant message of weight 1; leave such rows out, or set tuner.backend to local"
+                "Trinity-RFT trains everything after the shared messages: both ends must be one "
+                "assistant message of weight 1; drop such rows, or set tuner.backend to local"
             )
     return {
         "messages": shared,

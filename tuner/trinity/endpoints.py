@@ -1,17 +1,17 @@
-"""What Trinity-RFT samples with behind our gateway: token ids in, token ids and log-probs out.
+"""Engines of Trinity-RFT behind our gateway: token ids in, token ids and log-probs out.
 
 Its inference engine is vLLM, whose completions API takes prompts as token ids, returns the sampled
 ids (`return_token_ids`), and names alternatives by id (`return_tokens_as_token_ids`). Trinity-RFT
 starts it with `logprobs_mode="processed_logprobs"`: log-probs of the distribution that was sampled
-from. Every completion is streamed, so that what was sampled is known even if it is cut off.
+from. Every completion is streamed, so that the sampled tokens are known even if it is cut off.
 
-A form travels as it is: vLLM's backend `guidance` is the library that our own grammars are written
-for, and it cuts the logits before anything else, so the log-probs are those within the form.
+Grammars are passed on unchanged: vLLM's backend `guidance` is the library of our own grammars,
+and it masks the logits first, so the log-probs are those within the grammar.
 
-Or it is Tinker's service. Trinity-RFT's own way to it takes messages without their tools and
-returns text. The service itself takes ids, so it is asked here, with Tinker's client: one sampler
-for each version of the weights. What tells the versions apart is the name under which Trinity-RFT's
-trainer saves each.
+The alternative is Tinker's service. Trinity-RFT's own client for it takes messages without their
+tools and returns text. The service itself takes ids, so it is called here directly, with Tinker's
+client: one sampler for each version of the weights. Versions are told apart by the name under which
+Trinity-RFT's trainer saves each.
 """
 
 from __future__ import annotations
@@ -46,41 +46,33 @@ if TYPE_CHECKING:
     from tinker.types import SampledSequence
 
 _TOKEN_ID = "token_id:"
-# How vLLM is to be started; it may not have a reasoning parser of its own, which would leave a
-# form alone until it has seen the end of reasoning.
+# Arguments of vLLM. It must not have its own reasoning parser, which would not apply a grammar
+# before the end of reasoning.
 ENGINE_ARGS = {"structured_outputs_config": {"backend": "guidance"}}
 
 
 class TrinitysEngine(DescribedEngine):
-    """What is common to engines whose weights Trinity-RFT changes."""
+    """Base class of engines whose weights Trinity-RFT changes."""
 
     def pause(self) -> AbstractAsyncContextManager[None]:
-        """Not ours to do.
-
-        Raises:
-            EngineError: Always.
-        """
-        raise EngineError("Trinity-RFT holds its engine while it changes the weights")
+        """Not supported; always raises EngineError."""
+        raise EngineError("Trinity-RFT pauses its engine while it changes the weights")
 
     async def update_weights(self, version: int) -> None:
-        """Not ours to do.
-
-        Raises:
-            EngineError: Always.
-        """
+        """Not supported; always raises EngineError."""
         raise EngineError("Trinity-RFT changes the weights of its engine")
 
 
 class ServedEngine(TrinitysEngine):
-    """An `Engine` over one vLLM server that Trinity-RFT runs.
+    """An `Engine` over one of Trinity-RFT's vLLM servers.
 
     Args:
         address: The server's URL, without `/v1`.
-        model_name: What the server calls its model.
+        model_name: The server's name of its model.
         api_key: Its key.
-        max_model_len: Tokens of prompt and completion together.
-        model_version: Asks Trinity-RFT which version of the weights the server has.
-        adapter: The folder of the LoRA adapter of a version, where that is what is trained.
+        max_model_len: Maximum number of tokens of prompt and completion together.
+        model_version: Returns the version of the server's weights, from Trinity-RFT.
+        adapter: Returns the folder of a version's LoRA adapter, if one is trained.
     """
 
     def __init__(
@@ -110,7 +102,7 @@ class ServedEngine(TrinitysEngine):
         sink: TokenSink | None = None,
         so_far: Generation | None = None,
     ) -> Generation:
-        """As `Engine.generate`. A token's version is the one that the completion began with."""
+        """Like `Engine.generate`. A token's version is the one at the start of the completion."""
         version = self._version = await self._model_version()
         progress = _progress(prompt_ids, sampling, sink, so_far)
         body = self._body(prompt_ids, sampling)
@@ -136,19 +128,19 @@ class ServedEngine(TrinitysEngine):
         return progress.generation()
 
     async def _served_adapter(self, folder: str, version: int) -> str:
-        """The name under which the server has a version's adapter, after loading it there.
+        """The server's name of a version's adapter, after loading it.
 
-        Every version has a name of its own, since vLLM's prefix cache tells adapters by theirs.
+        Every version has its own name, since vLLM's prefix cache tells adapters apart by name.
         """
         async with self._loading:
             if version > self._loaded:
                 body = {"lora_name": _adapter_name(version), "lora_path": folder}
                 response = await self._client.post("/v1/load_lora_adapter", json=body)
-                # Another worker may have been first.
+                # Another worker may have loaded it.
                 if response.status_code != 200 and "already been loaded" not in response.text:
                     raise _refusal(response.status_code, response.content)
                 self._loaded = version
-                # The one before may still be asked for by a worker that is behind.
+                # A worker that is behind may still need the previous one.
                 old = {"lora_name": _adapter_name(version - 2)}
                 await self._client.post("/v1/unload_lora_adapter", json=old)
         return _adapter_name(version)
@@ -189,7 +181,7 @@ def _progress(
     sink: TokenSink | None,
     so_far: Generation | None,
 ) -> Progress:
-    """A completion whose end is not for us to find: whoever samples it says where that is."""
+    """A completion whose end is found by the server, not here."""
     if so_far is not None:
         raise EngineError("Trinity-RFT's engines begin every completion at its first token")
     prompt, never = list(prompt_ids), sys.maxsize
@@ -197,14 +189,15 @@ def _progress(
 
 
 def _push(progress: Progress, token_id: int, logprob: float, version: int) -> None:
-    """Take a token. A greedy one was certain; it is reported as if it had been sampled at 1."""
+    """Add a token. A greedy token has probability 1; it is reported as if sampled at
+    temperature 1."""
     progress.push(token_id, 0.0 if progress.sampling.temperature == 0 else logprob, version)
     if progress.cancelled:
         raise asyncio.CancelledError
 
 
 def _read(event: dict[str, Any], progress: Progress, version: int) -> None:
-    """Take over what an event of the stream says."""
+    """Add the content of an event of the stream."""
     if "error" in event:
         raise EngineError(f"Trinity-RFT's engine failed: {_message(event)}")
     details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
@@ -226,7 +219,7 @@ def _read_tokens(choice: dict[str, Any], progress: Progress, version: int) -> No
         )
     for place, (token_id, logprob) in enumerate(zip(ids, logprobs, strict=True)):
         if logprob is None or not math.isfinite(logprob):
-            raise EngineError(f"Trinity-RFT's engine gave token {token_id} no log-prob")
+            raise EngineError(f"Trinity-RFT's engine returned no log-prob of token {token_id}")
         if sampling.top_logprobs:
             pairs = found["top_logprobs"][place].items()
             named = ((int(name.removeprefix(_TOKEN_ID)), value) for name, value in pairs)
@@ -253,8 +246,8 @@ def _refusal(status: int, body: bytes) -> Exception:
     if status == 400 and "maximum context length" in message:
         return ContextLengthError(message)
     if status == 400 and "grammar" in message.lower():
-        return GrammarError(f"Trinity-RFT's engine cannot hold a completion to its form: {message}")
-    return EngineError(f"Trinity-RFT's engine refused a completion with {status}: {message}")
+        return GrammarError(f"Trinity-RFT's engine cannot constrain a completion: {message}")
+    return EngineError(f"Trinity-RFT's engine rejected a completion with {status}: {message}")
 
 
 def _message(answer: dict[str, Any]) -> str:
@@ -263,20 +256,20 @@ def _message(answer: dict[str, Any]) -> str:
 
 
 _SAVED_WEIGHTS = re.compile(r"^tinker://.*-sampler-(?P<step>\d+)$")
-# A group that is behind the newest weights may still sample from the ones before.
+# A group that is behind the newest weights may still sample from the previous ones.
 _SAMPLERS_KEPT = 2
 
 
 class TinkerEngine(TrinitysEngine):
     """An `Engine` over Tinker's service, with the weights that Trinity-RFT's trainer saved there.
 
-    It streams nothing: a completion that is cancelled leaves nothing of what the service sampled.
+    It does not stream: the sampled tokens of a cancelled completion are lost.
 
     Args:
-        base_model: What the service calls the model before training.
-        max_model_len: Tokens of prompt and completion together.
-        weights: Asks Trinity-RFT for the weights to sample from: `base_model`, or the
-            `tinker://` path of weights that were saved.
+        base_model: The service's name of the model before training.
+        max_model_len: Maximum number of tokens of prompt and completion together.
+        weights: Returns the weights to sample from, from Trinity-RFT: `base_model`, or the
+            `tinker://` path of saved weights.
     """
 
     def __init__(
@@ -298,7 +291,7 @@ class TinkerEngine(TrinitysEngine):
         sink: TokenSink | None = None,
         so_far: Generation | None = None,
     ) -> Generation:
-        """As `Engine.generate`. All tokens are of one version of the weights."""
+        """Like `Engine.generate`. All tokens come from one version of the weights."""
         from tinker import types
 
         path = await self._weights()
@@ -317,7 +310,7 @@ class TinkerEngine(TrinitysEngine):
                     stop=list(sampling.stop) or None,
                 ),
             )
-        except Exception as error:  # the client raises its own, httpx's and ValueErrors
+        except Exception as error:  # the client raises its own errors, httpx's and ValueErrors
             raise EngineError(
                 f"Tinker's service did not complete a prompt of {len(prompt_ids)} tokens with "
                 f"{path}: {type(error).__name__}: {error}"
@@ -331,7 +324,7 @@ class TinkerEngine(TrinitysEngine):
             return 0
         if (found := _SAVED_WEIGHTS.match(path)) is None:
             raise EngineError(
-                f"Trinity-RFT samples from {path}, which does not say of which step it is"
+                f"Trinity-RFT samples from {path}, which does not contain the number of its step"
             )
         return int(found["step"])
 
@@ -352,7 +345,7 @@ class TinkerEngine(TrinitysEngine):
             return self._samplers[path]
 
     async def close(self) -> None:
-        """Forget the samplers; the service ends them when it hears no more of this process."""
+        """Drop the samplers; the service ends them when this process no longer calls."""
         self._samplers.clear()
 
 

@@ -1,9 +1,8 @@
-"""A process that ends a cluster of our own with the process that started it, however that ends.
+"""A process that ends our Ray cluster together with the process that started it.
 
-Ray's servers die with the process that started them, but not everything that they started does:
-an engine's own processes live on when Ray's worker is killed. Everything below the cluster has
-inherited a mark in its environment, and is found by it. This file is run by itself and needs
-nothing but Python.
+Ray's servers die with the process that started them, but some of their children do not: an engine's
+processes survive when Ray's worker is killed. Every process of the cluster inherits a mark in its
+environment, and is found by it. This file is run by itself and needs only Python.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 MARK = "TUNER_CLUSTER"
-# How long the guardian may take once it is told to.
+# Maximum seconds for the guardian to finish.
 _SECONDS = 30.0
 
 
 def members(mark: str) -> list[int]:
-    """Processes that were started with this mark in their environment; Linux only."""
+    """Processes with this mark in their environment; Linux only."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
@@ -40,7 +39,8 @@ def members(mark: str) -> list[int]:
 
 @contextmanager
 def guarded(folder: Path) -> Iterator[str]:
-    """A mark for the cluster that is started in this block, which ends with the block or with us.
+    """A mark for a cluster started in this block; the cluster ends with the block or with this
+    process.
 
     Args:
         folder: The cluster's temporary folder, removed at the end.
@@ -51,7 +51,7 @@ def guarded(folder: Path) -> Iterator[str]:
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # an interrupt at the terminal is for the run, not for its end
+        start_new_session=True,  # an interrupt at the terminal is for the run, not for the guardian
     )
     try:
         yield mark
@@ -65,10 +65,10 @@ def guarded(folder: Path) -> Iterator[str]:
 
 
 def end(mark: str) -> None:
-    """Kill every member until none is left: new ones may start while others are killed.
+    """Kill every member until none is left: new ones may start in the meantime.
 
-    One look that finds none is not enough: a process that is just being started has no environment
-    to be known by for a moment.
+    One check without members is not enough: a process that is being started has no environment for
+    a moment.
     """
     deadline = time.monotonic() + _SECONDS
     looks = 2
@@ -84,7 +84,8 @@ def end(mark: str) -> None:
 
 
 def _wait_for_the_end(parent: int) -> None:
-    """Until our parent closes its end of the pipe, or is gone (a fork of it may hold the pipe)."""
+    """Wait until our parent closes its end of the pipe, or is gone (a fork of it may hold the
+    pipe)."""
     pipe = sys.stdin.fileno()
     while os.getppid() == parent:
         ready, _, _ = select.select([pipe], [], [], 1.0)

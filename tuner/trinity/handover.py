@@ -1,13 +1,13 @@
-"""The user's YAML, minus `tuner:`, as Trinity-RFT's configuration, and back.
+"""Convert the user's YAML, without `tuner:`, to Trinity-RFT's configuration, and back.
 
-What Trinity-RFT has a key for arrives there unchanged. What `tune()` promises on every backend and
-Trinity-RFT has otherwise is put in its words here, each rule with its reason; what it has no words
-for is refused by name (`refusals`).
+Trinity-RFT's own keys are passed on unchanged. Behaviour that `tune()` has on every backend, and
+that differs in Trinity-RFT, is set here through its keys, each rule with its reason; what it does
+not support is rejected by name (`refusals`).
 
-`install` puts our workflow, monitor and limits into Trinity-RFT's keys, and notes under
-`monitor.monitor_args.tuner` what was there. So the `config.yaml` of a run can be given to
-`trinity run --config` as it is, and to `tuner run` and `tune(config_path=...)`, for which
-`restored` takes it apart.
+`install` puts our workflow, monitor and limits into Trinity-RFT's keys, and stores the previous
+values under `monitor.monitor_args.tuner`. So the `config.yaml` of a run can be given directly to
+`trinity run --config`, and also to `tuner run` and `tune(config_path=...)`, for which `restored`
+converts it back.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ NOTE = "monitor.monitor_args.tuner"
 WORKFLOW = "tuner.trinity.workflow.TunerWorkflow"
 MONITOR = "tuner.trinity.plugins.TunerMonitor"
 CALL_REWARDS = "tuner.trinity.plugins.CallRewards"
-# Seconds that Trinity-RFT waits for a group beyond what its attempts may take by themselves.
+# Seconds that Trinity-RFT waits for a group in addition to the time limits of its attempts.
 SLACK = 60
-# Where nothing is set, these are what tune() has everywhere; Trinity-RFT has others.
+# Defaults of tune() on every backend; Trinity-RFT has others.
 OUR_DEFAULTS = (
     "project",
     "name",
@@ -63,16 +63,16 @@ WITHOUT_GROUPS = ("ppo", *RECORDED)
 
 @dataclass(frozen=True)
 class TrinitySettings:
-    """A run's settings, sorted by who reads them.
+    """A run's settings, grouped by their readers.
 
     Attributes:
         tree: Trinity-RFT's YAML as nested dicts.
         tuner: Our own section.
-        rollout: Limits of one rollout and how its model speaks, as plain data for the workers.
-        trackers: Names of the trackers besides `metrics.jsonl`.
-        folder: Where traces and results go, below the run's own folder; empty for that one. That
-            of a benchmark is below the run whose checkpoints it evaluates.
-        references: Secrets from the environment, as `source.concealed` takes them.
+        rollout: Limits of one rollout and the parsers of its model, as plain data for the workers.
+        trackers: Names of the trackers in addition to `metrics.jsonl`.
+        folder: Subfolder of the run's folder for traces and results; empty for the folder itself. A
+            benchmark's is below the run whose checkpoints it evaluates.
+        references: Secrets from the environment, in the form that `source.concealed` takes.
     """
 
     tree: dict[str, Any]
@@ -88,28 +88,23 @@ class TrinitySettings:
         return mode_of(self.tree)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a dotted key, `default` where it is not set."""
+        """The value of a dotted key; `default` if it is not set."""
         return lookup(self.tree, key, default)
 
     @property
     def run_dir(self) -> Path:
-        """Where Trinity-RFT keeps the run: `<checkpoint_root_dir>/<project>/<group>/<name>`."""
+        """Trinity-RFT's folder of the run: `<checkpoint_root_dir>/<project>/<group>/<name>`."""
         parts = (self.tree["project"], self.tree.get("group", ""), self.tree["name"])
         return Path(self.tree["checkpoint_root_dir"]).joinpath(*(part for part in parts if part))
 
     @property
     def results_dir(self) -> Path:
-        """Where traces, metrics and the result go."""
+        """Folder of traces, metrics and the result."""
         return self.run_dir / self.folder
 
 
 def resolve(layers: Layers) -> TrinitySettings:
-    """The settings of a configuration for Trinity-RFT, checked.
-
-    Raises:
-        ConfigError: A key is unknown, of the wrong type, or asks for what cannot be done there.
-        MissingDependencyError: Trinity-RFT is not installed.
-    """
+    """Resolve and check the settings of a configuration for Trinity-RFT."""
     tree = restored(layers.tree)
     tuner = tuner_section(tree.pop("tuner", None), layers.problems)
     tree = without_empty_sections(tree, known_keys())
@@ -117,7 +112,7 @@ def resolve(layers: Layers) -> TrinitySettings:
         hint = f"did you mean {meant}?" if meant else "Trinity-RFT 0.6 has no key like it"
         layers.problems.append(Problem(key, f"unknown key {key}; {hint}"))
     if lookup(tree, ENGINE) == "auto":
-        del tree["explorer"]["rollout_model"]["engine_type"]  # as where nothing is asked for
+        del tree["explorer"]["rollout_model"]["engine_type"]  # like an unset value
     layers.problems.extend(refused(tree))
     mode = mode_of(tree)
     layers.problems.extend(mode_problems(tree, mode))
@@ -136,22 +131,23 @@ def resolve(layers: Layers) -> TrinitySettings:
 
 
 def _fill(tree: dict[str, Any]) -> None:
-    """Put what was not set, or means something else there, in Trinity-RFT's words."""
+    """Set defaults, and convert settings with a different meaning in Trinity-RFT."""
     ours = RunConfig().model_dump(mode="json")
     for key in OUR_DEFAULTS:
         set_default(tree, key, lookup(ours, key))
     tree["checkpoint_root_dir"] = str(Path(tree["checkpoint_root_dir"]).resolve())
     models_as_folders(tree)
     if lookup(tree, "algorithm.algorithm_type") not in WITHOUT_GROUPS:
-        # Trinity-RFT's own defaults of its algorithms are never applied: groups would be of one.
+        # Trinity-RFT's own defaults of its algorithms are never applied: groups would have one
+        # rollout.
         set_default(tree, "algorithm.repeat_times", lookup(ours, "algorithm.repeat_times"))
     if lookup(tree, "algorithm.algorithm_type") == "gspo" or uses_tinker(tree):
-        # Trinity-RFT gives every algorithm token-mean, which is not this one's own, and which
-        # Tinker's trainer computes as this.
+        # Trinity-RFT sets token-mean for every algorithm; this algorithm's own is different, and
+        # Tinker's trainer computes token-mean like this one.
         set_default(tree, "algorithm.loss_agg_mode", "seq-mean-token-mean")
     if uses_tinker(tree):
-        # The path of new weights is handed on at once. Trinity-RFT would look for it in a file once
-        # a second, and a run that goes on would begin with the weights before training.
+        # The path of new weights is passed on at once. Otherwise Trinity-RFT would look for it in a
+        # file once a second, and a resumed run would begin with the weights before training.
         tree["synchronizer"] = {**(tree.get("synchronizer") or {}), "sync_method": "memory"}
     if lookup(tree, "explorer.eval_interval") == 0:
         # Never between the ends; Trinity-RFT divides by it.
@@ -171,17 +167,17 @@ def _fill(tree: dict[str, Any]) -> None:
         set_default(tree, "buffer.explorer_input.taskset.name", "train")
     top_k = lookup(tree, "model.top_k")
     for taskset in tasksets(lookup(tree, "buffer.explorer_input", {})):
-        # Trinity-RFT fills in the other sampling settings of `model`, and not this one.
+        # Trinity-RFT fills in the other sampling settings of `model`, but not this one.
         if top_k is not None and "top_k" not in (taskset.get("rollout_args") or {}):
             taskset["rollout_args"] = {**(taskset.get("rollout_args") or {}), "top_k": top_k}
     for taskset in lookup(tree, "buffer.explorer_input.eval_tasksets", ()):
-        # Evaluations are greedy; Trinity-RFT would sample them as it does while training.
+        # Evaluations are greedy; Trinity-RFT would sample them like in training.
         if "temperature" not in (taskset.get("rollout_args") or {}):
             taskset["rollout_args"] = {**(taskset.get("rollout_args") or {}), "temperature": 0.0}
 
 
 def _positions(model_path: str) -> int | None:
-    """How long the model's context is, where its folder or the Hub's cache says so."""
+    """Length of the model's context, from its folder or the Hub's cache; None if unknown."""
     from transformers import AutoConfig
 
     try:
@@ -191,7 +187,7 @@ def _positions(model_path: str) -> int | None:
 
 
 def _rollout(tree: Mapping[str, Any], tuner: TunerSection) -> dict[str, Any]:
-    """What a worker has to know, as plain data."""
+    """Settings for a worker, as plain data."""
     failure, ours = tuner.on_failure, RunConfig().explorer
 
     def of_explorer(key: str) -> Any:
@@ -217,11 +213,11 @@ def _rollout(tree: Mapping[str, Any], tuner: TunerSection) -> dict[str, Any]:
 def install(
     settings: TrinitySettings, *, workflow: str | None, judge: str | None
 ) -> dict[str, Any]:
-    """Trinity-RFT's YAML with our workflow, monitor and limits in their places.
+    """Trinity-RFT's YAML with our workflow, monitor and limits.
 
     Args:
-        settings: What `resolve` gave.
-        workflow, judge: The user's functions, as `workers.ship` names them.
+        settings: From `resolve`.
+        workflow, judge: Names of the user's functions, from `workers.ship`.
     """
     tree = copy.deepcopy(settings.tree)
     algorithm = tree["algorithm"]
@@ -247,24 +243,24 @@ def install(
         taskset["workflow_args"] = {**(taskset.get("workflow_args") or {}), "tuner": ours}
     explorer = tree.setdefault("explorer", {})
     timeout, retries = settings.rollout["timeout"], settings.rollout["max_retries"]
-    # Attempts are ours to limit, repeat and keep apart; Trinity-RFT's retry would begin while the
-    # attempt before it still runs.
+    # We limit, repeat and separate attempts ourselves; Trinity-RFT's retry would begin while the
+    # previous attempt still runs.
     explorer["max_retry_times"] = 0
     explorer["max_timeout"] = waits_for_all(timeout, retries)
     policy = explorer.setdefault("rollout_model", {})
     policy["enable_openai_api"] = True
     if adapters := lookup(tree, "model.lora_configs"):
         refuse_peft_without_weights()
-        policy["enable_runtime_lora_updating"] = True  # agents ask for the adapter by its version
+        policy["enable_runtime_lora_updating"] = True  # agents name the adapter by its version
         for adapter in adapters:
-            # Without one, vLLM refuses the adapter of the first step's weights.
+            # Without one, vLLM rejects the adapter of the first step's weights.
             adapter["name"] = adapter.get("name") or "adapter"
     reasoning_parser = policy.get("reasoning_parser")
     if settings.mode in ROLLS_OUT:
-        policy["reasoning_parser"] = None  # reasoning is read by our gateway
+        policy["reasoning_parser"] = None  # our gateway parses reasoning
         for model in (policy, *(explorer.get("auxiliary_models") or ())):
             model["extra_engine_args"] = {**(model.get("extra_engine_args") or {}), **ENGINE_ARGS}
-    # Our own section as it can be read back; the functions travel with the tasks.
+    # Our own section in readable form; the functions are stored with the tasks.
     section = settings.tuner.model_dump(
         mode="json", exclude_defaults=True, exclude={"workflow", "judge", "environment"}
     )
@@ -284,11 +280,7 @@ def install(
 
 
 def checked(tree: Mapping[str, Any]) -> Config:
-    """The configuration as Trinity-RFT's own check leaves it. Makes the run's folders.
-
-    Raises:
-        ConfigError: Trinity-RFT refuses it; its message is quoted.
-    """
+    """Run Trinity-RFT's own check; returns its configuration. Creates the run's folders."""
     from omegaconf import OmegaConf
     from trinity.common.config import Config
 
@@ -296,22 +288,22 @@ def checked(tree: Mapping[str, Any]) -> Config:
         merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(dict(tree)))
         config: Config = OmegaConf.to_object(merged)
     except Exception as error:
-        raise ConfigError(f"Trinity-RFT does not read this configuration: {error}") from error
+        raise ConfigError(f"Trinity-RFT cannot read this configuration: {error}") from error
     try:
         _complete_arguments(config.algorithm)
         config.check_and_update()
     except Exception as error:
         raise ConfigError(
-            f"Trinity-RFT refuses this configuration: {type(error).__name__}: {error}"
+            f"Trinity-RFT rejects this configuration: {type(error).__name__}: {error}"
         ) from error
     return config
 
 
 def _complete_arguments(algorithm: Any) -> None:
-    """Fill in the numbers that were left out of a part's arguments.
+    """Fill in missing numbers of a component's arguments.
 
-    Trinity-RFT takes a part's defaults only where none of its numbers is set: with one of them
-    alone the others are missing, which its trainer finds out.
+    Trinity-RFT uses a component's defaults only if none of its numbers is set: if one is set, the
+    others are missing, and its trainer fails.
     """
     from trinity import algorithm as parts
 
@@ -337,13 +329,13 @@ def _complete_arguments(algorithm: Any) -> None:
 
 
 def waits_for_all(timeout: float, max_retries: int) -> int:
-    """Seconds until every attempt at a rollout has had its time."""
+    """Seconds until every attempt at a rollout has reached its time limit."""
     return math.ceil(timeout * (max_retries + 1)) + SLACK
 
 
 def named_now(value: Any) -> Any:
-    """A copy of settings in which our classes have the names that they have now: another version of
-    tuner, which the run was started with, may have them elsewhere."""
+    """A copy of settings with the current names of our classes: the version of tuner that
+    started the run may have had them elsewhere."""
     if isinstance(value, Mapping):
         return {key: named_now(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -355,9 +347,9 @@ def named_now(value: Any) -> Any:
 
 
 def restored(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's settings of a saved configuration; any other one as it is.
+    """The user's settings of a saved configuration; any other configuration is returned unchanged.
 
-    What has been set over the saved values since, by overrides or in Python, stays.
+    Values set later, by overrides or in Python, are kept.
     """
     own: dict[str, Any] = named_now(tree)
     note = lookup(own, NOTE)

@@ -1,6 +1,6 @@
-"""What there is: Trinity-RFT in which version, with which keys, peft, and Tinker's service.
+"""Checks of the installation: Trinity-RFT's version and keys, peft, and Tinker's service.
 
-And settings as nested dicts, by dotted keys.
+Also helpers for settings as nested dicts with dotted keys.
 """
 
 from __future__ import annotations
@@ -25,11 +25,7 @@ _TOO_NEW_PEFT = (0, 21)
 
 
 def require_trinity() -> None:
-    """Refuse to go on without a Trinity-RFT that this backend was written for.
-
-    Raises:
-        MissingDependencyError: It is not installed, in another version, or does not import.
-    """
+    """Check that a supported Trinity-RFT is installed."""
     how = pip_install("trinity")
     try:
         version = metadata.version("trinity-rft")
@@ -40,7 +36,7 @@ def require_trinity() -> None:
         ) from None
     if not version.startswith(f"{SUPPORTED}."):
         raise MissingDependencyError(
-            f"this version of tuner works with Trinity-RFT {SUPPORTED}, and {version} is "
+            f"this version of tuner needs Trinity-RFT {SUPPORTED}, but {version} is "
             f"installed: {how}"
         )
     try:
@@ -53,11 +49,7 @@ def require_trinity() -> None:
 
 
 def refuse_peft_without_weights() -> None:
-    """Refuse to train an adapter with a peft whose adapters verl saves without weights.
-
-    Raises:
-        MissingDependencyError: It is such a one.
-    """
+    """Reject versions of peft with which verl saves adapters without weights."""
     try:
         version = metadata.version("peft")
     except metadata.PackageNotFoundError:
@@ -72,7 +64,7 @@ def refuse_peft_without_weights() -> None:
 
 @cache
 def known_keys() -> tuple[str, ...]:
-    """Every key of Trinity-RFT's, dotted; `*` is an index or a name."""
+    """Every key of Trinity-RFT, dotted; `*` is an index or a name."""
     return tuple(path for path in _paths(_root(), "") if not path.startswith("stages."))
 
 
@@ -89,7 +81,7 @@ def _types(section: type[Any]) -> dict[str, Any]:
 
 
 def _section(hint: Any) -> tuple[type[Any] | None, bool]:
-    """(the section that a field holds or None, whether it holds many of them)."""
+    """(the section in a field or None, whether the field holds several of them)."""
     if dataclasses.is_dataclass(hint):
         return hint, False  # type: ignore[return-value]  # is_dataclass() admits instances
     many = get_origin(hint) in (list, dict)
@@ -104,11 +96,7 @@ def _section(hint: Any) -> tuple[type[Any] | None, bool]:
 def unknown_keys(
     tree: dict[str, Any], section: type[Any] | None = None, prefix: str = ""
 ) -> Iterator[tuple[str, str | None]]:
-    """(dotted key, the key that was probably meant) of everything that Trinity-RFT has no key for.
-
-    Raises:
-        MissingDependencyError: Trinity-RFT is not installed in a version that works.
-    """
+    """(dotted key, the key that was probably meant) for every key unknown to Trinity-RFT."""
     types = _types(section or _root())
     for name, value in tree.items():
         if name not in types:
@@ -140,7 +128,7 @@ def _paths(section: type[Any], prefix: str, depth: int = 0) -> Iterator[str]:
 
 
 def set_default(tree: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key that is not set, or null or empty."""
+    """Set a dotted key that is missing, null or empty."""
     *sections, last = key.split(".")
     for section in sections:
         tree = tree.setdefault(section, {})
@@ -149,7 +137,7 @@ def set_default(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def tasksets(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every set of tasks of `buffer.explorer_input`, those of evaluations last."""
+    """Every set of tasks of `buffer.explorer_input`, evaluations last."""
     if inputs.get("taskset"):
         yield inputs["taskset"]
     yield from inputs.get("tasksets") or ()
@@ -157,25 +145,21 @@ def tasksets(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def training_sets(tree: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The sets of tasks that are trained on."""
+    """The training sets."""
     one = lookup(tree, "buffer.explorer_input.taskset")
     return [one] if one else list(lookup(tree, "buffer.explorer_input.tasksets", ()))
 
 
 SERVICE = "https://tinker.thinkingmachines.dev/services/tinker-prod"
-# What a checkpoint's folder holds: the service's path of weights and optimizer.
+# Content of a checkpoint's folder: the service's path of weights and optimizer.
 TINKERS_CHECKPOINT = "remote_checkpoint_path.txt"
 _KEY = "TINKER_API_KEY"
 _SECONDS_TO_ANSWER = 30.0
 
 
 def models_as_folders(tree: dict[str, Any]) -> None:
-    """Put the folders of models in the place of paths that Trinity-RFT and its engines cannot load:
-    GGUF files, which are converted, and packages.
-
-    Raises:
-        ModelLoadError, MissingDependencyError: As `tuner.runs.models.model_folder`.
-    """
+    """Replace paths of models that Trinity-RFT and its engines cannot load (GGUF files, which are
+    converted, and packages) by folders."""
     explorer = tree.get("explorer") or {}
     sections: list[tuple[dict[str, Any], str]] = [(tree.get("model") or {}, "model")]
     for index, auxiliary in enumerate(explorer.get("auxiliary_models") or ()):
@@ -196,34 +180,31 @@ def uses_tinker(tree: Mapping[str, Any]) -> bool:
 
 
 def require_service(tree: Mapping[str, Any]) -> None:
-    """Refuse to go on without Tinker's client, a key, and a service that answers.
-
-    Raises:
-        MissingDependencyError: The package `tinker` is not installed.
-        ConfigError: There is no key, or nothing answers; Tinker's client would try for minutes.
-    """
+    """Check Tinker's client, its key, and that the service answers; Tinker's client would retry for
+    minutes."""
     if find_spec("tinker") is None:
         raise MissingDependencyError(
-            "model.tinker.enable is true, and the package tinker is not installed: "
+            "model.tinker.enable is true, but the package tinker is not installed: "
             "pip install 'tinker>=0.20,<0.25'"
         )
     if not os.environ.get(_KEY):
-        raise ConfigError(f"model.tinker.enable is true, and {_KEY} is not set in the environment")
+        raise ConfigError(f"model.tinker.enable is true, but {_KEY} is not set in the environment")
     url = lookup(tree, "model.tinker.base_url") or os.environ.get("TINKER_BASE_URL") or SERVICE
     try:
         answer = httpx.get(f"{url.rstrip('/')}/api/v1/healthz", timeout=_SECONDS_TO_ANSWER)
     except httpx.HTTPError as error:
         raise ConfigError(
-            f"model.tinker.enable is true, and nothing answers at {url} "
+            f"model.tinker.enable is true, but nothing answers at {url} "
             f"(model.tinker.base_url): {type(error).__name__}: {error}"
         ) from error
     if answer.is_server_error:
         raise ConfigError(
-            f"model.tinker.enable is true, and Tinker's service at {url} is not well: it answers "
+            f"model.tinker.enable is true, but Tinker's service at {url} is unhealthy: it answers "
             f"{answer.status_code}"
         )
 
 
 def environment(tree: Mapping[str, Any]) -> dict[str, str]:
-    """What the workers need besides the address, which Trinity-RFT gives them: the key."""
+    """Environment variables of the workers in addition to the address set by Trinity-RFT: the
+    key."""
     return {_KEY: os.environ[_KEY]} if uses_tinker(tree) else {}

@@ -1,4 +1,5 @@
-"""`tune()` on Trinity-RFT: check everything here, run there, and look whether it was done."""
+"""`tune()` on Trinity-RFT: check everything in this process, run it there, and check its
+success."""
 
 from __future__ import annotations
 
@@ -74,21 +75,14 @@ def run_trinity(
     eval_dataset: Any,
     report: Report,
 ) -> TuneResult:
-    """Run a configuration on Trinity-RFT until it has done what was asked for.
+    """Run a configuration on Trinity-RFT to its end.
 
-    Must be called where no event loop is running.
+    Must be called outside of an event loop.
 
     Args:
-        layers: What `handover.resolve` takes.
-        workflow, judge, train_dataset, eval_dataset: As given to `tune()`.
-        report: Leaves a report of the run however it ends.
-
-    Raises:
-        ConfigError: A setting is unknown or refused, or there is no cluster.
-        DatasetError: A dataset is missing, empty or smaller than one batch.
-        FunctionError: A function cannot be sent to the workers, or returned the wrong type.
-        TrainingError: Fewer steps were trained than were asked for; says why, with the logs.
-        MissingDependencyError: Trinity-RFT is not installed.
+        layers: The input of `handover.resolve`.
+        workflow, judge, train_dataset, eval_dataset: Those given to `tune()`.
+        report: Writes a report of the run however it ends.
     """
     resolved = with_own_name(resolve(layers))
     make_private(resolved.run_dir)
@@ -118,7 +112,7 @@ def run_trinity(
 
 
 class _Run:
-    """One start of a run: what was there before it, and what it did."""
+    """One start of a run: its previous state, and its results."""
 
     def __init__(self, prepared: Prepared) -> None:
         settings, config = prepared.settings, prepared.config
@@ -140,14 +134,14 @@ class _Run:
             pass_reward=settings.tuner.pass_reward,
         )
         self._logs = folder / "log"
-        self._kept = self._logs / "ray"  # what Ray's workers printed is copied there
+        self._kept = self._logs / "ray"  # gets copies of the output of Ray's workers
         self._started = time.time()
         self._error: str | None = None
         self._reason: FunctionError | TrainingError | None = None
         self._printed = ""
 
     def finished(self) -> TuneResult | None:
-        """The result of a run that has been through, else None."""
+        """The result of a completed run, else None."""
         mode = self._config.mode
         if mode in ("bench", "serve") or not self.directory.result.exists():
             return None
@@ -160,7 +154,7 @@ class _Run:
         return read_result(self.directory, sys.maxsize)
 
     def execute(self, address: str) -> None:
-        """Start Trinity-RFT's stage and wait for its end, whatever that is."""
+        """Start Trinity-RFT's stage and wait for its end."""
         self._journal.forget_reason()
         forget_server(self._config)
         if self._config.mode == "serve" and address == workers.LOCAL:
@@ -209,11 +203,8 @@ class _Run:
             self._printed = printed_by(said, joined.session, self._kept)
 
     def _ask_machines(self) -> None:
-        """See that the run can go on every machine of a cluster that others started.
-
-        Raises:
-            ConfigError, FunctionError: One of them lacks what it needs.
-        """
+        """Check that the run can resume on every machine of a cluster started by somebody else;
+        raises ConfigError or FunctionError if one of them lacks something."""
         machines = nodes.alive()
         nodes.require_alike(self._prepared.needed, machines)
         nodes.end_leftovers(self._config.ray_namespace)
@@ -231,7 +222,7 @@ class _Run:
         except KeyboardInterrupt:
             if self._config.mode != "serve":
                 raise
-            # A server ends when it is asked to.
+            # A server ends on request.
         except Exception as error:
             self._error = f"{type(error).__name__}: {error}"
             self._reason = self._looked_back(watch)
@@ -239,7 +230,8 @@ class _Run:
             watch.say()
 
     def _looked_back(self, watch: Watch) -> FunctionError | TrainingError | None:
-        """Why, if it can be seen: an actor's call fails a moment before Ray's table says it."""
+        """The cause, if it is visible by now: an actor's call fails a moment before Ray's table
+        shows it."""
         for _ in range(_LOOKS_BACK):
             try:
                 watch.look()
@@ -249,12 +241,7 @@ class _Run:
         return None
 
     def result(self) -> TuneResult:
-        """What was done.
-
-        Raises:
-            FunctionError: A function returned something of the wrong type.
-            TrainingError: It is less than what was asked for.
-        """
+        """The result of the run."""
         history = self._write_metrics()
         if isinstance(self._reason, (FunctionError, NothingToLearn)):
             raise self._reason
@@ -304,8 +291,8 @@ class _Run:
             raise self._failure(f"{trained} of {asked} steps were trained")
         if trained < asked:
             logger.warning(
-                "%d of %d steps were trained: rollouts gave %d experiences, and each step takes %d "
-                "(buffer.train_batch_size); rollouts that failed give none",
+                "%d of %d steps were trained: rollouts gave %d experiences, and each step needs %d "
+                "(buffer.train_batch_size); failed rollouts give none",
                 trained,
                 asked,
                 experiences,
@@ -313,7 +300,7 @@ class _Run:
             )
 
     def _shortfall(self, trained: int) -> str | None:
-        """What is missing in the modes that explore no tasks; None where nothing is."""
+        """Missing work of the modes that explore no tasks; None if nothing is missing."""
         config = self._config
         if config.mode == "train":
             asked = self._asked_steps()
@@ -329,11 +316,11 @@ class _Run:
         return f"not judged: {'; '.join(parts)}" if parts else None
 
     def _planned_steps(self) -> int:
-        """Steps of rollouts."""
+        """Planned steps of rollouts."""
         return planned_steps(self._config, self._prepared.rows, self._config.buffer.batch_size)
 
     def _asked_steps(self) -> int:
-        """Updates of the weights that were asked for."""
+        """Requested weight updates."""
         config = self._config
         if config.mode == "train":
             return recorded_steps(config, self._prepared.rows)
@@ -349,7 +336,7 @@ class _Run:
         return last_errors(self._logs, newer_than=self._started)
 
     def _failure(self, what: str) -> TrainingError:
-        parts = [f"Trinity-RFT ended before its time: {what}"]
+        parts = [f"Trinity-RFT ended early: {what}"]
         if self._reason is not None:
             parts.append(str(self._reason))
         elif self._error:
@@ -359,12 +346,12 @@ class _Run:
         else:
             parts.append(f"Its logs, in {self._logs}, name no error.")
         if self._printed:
-            parts.append(f"The processes that these name printed last:\n{self._printed}")
+            parts.append(f"The last output of the processes named in it:\n{self._printed}")
         parts += advice("\n".join(parts), self._config)
         checkpoint = last_checkpoint(self.directory.path)
-        goes_on = f"goes on after step {checkpoint}" if checkpoint else "begins again"
+        resumed = f"resumes after step {checkpoint}" if checkpoint else "starts over"
         parts.append(
-            f"The run is in {self.directory.path}; the same command {goes_on}, and does not sample "
-            "the rollouts again that completed."
+            f"The run is in {self.directory.path}; the same command {resumed}, and does not sample "
+            "completed rollouts again."
         )
         return TrainingError("\n".join(parts))

@@ -1,10 +1,10 @@
-"""The machines of a Ray cluster, asked before anything is started on them.
+"""Check the machines of a Ray cluster before anything is started on them.
 
-Ray starts the actors of a run wherever there is room, so that every machine must have what any of
-them needs: the run directory under one name, through which data, traces and checkpoints pass; the
-model and the data, where these are folders; `tuner` and Trinity-RFT in the versions that are here;
-and what the user's functions import. What lacks on one of them would otherwise be found out by an
-actor in the middle of the run, as an error of its own words, or as files that are nowhere.
+Ray starts the actors of a run on any machine with room, so every machine needs all of: the run
+directory under the same path, through which data, traces and checkpoints pass; the model and the
+data, if these are folders; `tuner` and Trinity-RFT in the same versions as here; and the imports of
+the user's functions. Otherwise a missing part would be found by an actor in the middle of the run,
+as an unrelated error or as missing files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from trinity.common.config import Config
 
 _SECONDS = 300.0
-"""How long a machine may take to answer: it starts a worker, which imports what functions do."""
+"""Maximum seconds for a machine to answer: it starts a worker, which imports the functions'
+modules."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Node:
     Attributes:
         id: Ray's name of it.
         address: Its address.
-        cpus, gpus: What it has been declared to have.
+        cpus, gpus: Its declared numbers.
     """
 
     id: str
@@ -43,12 +44,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Needed:
-    """What every machine must have.
+    """Requirements for every machine.
 
     Attributes:
-        shared: The folder that all of them must see as one.
-        functions: What `workers.ship` gave, by role.
-        folders: Folders that are here, by the setting that names them; each may have its own copy.
+        shared: The folder that all of them must share.
+        functions: The results of `workers.ship`, by role.
+        folders: Local folders, by the setting that names them; each machine may have its own copy.
     """
 
     shared: Path
@@ -57,7 +58,7 @@ class Needed:
 
 
 def alive() -> list[Node]:
-    """The machines of the cluster that this process has joined, in the order of their addresses."""
+    """Machines of the joined cluster, ordered by address."""
     import ray
 
     found = [
@@ -78,12 +79,12 @@ def _number(part: str) -> int:
 
 
 def needed(config: Config, *, shared: Path, functions: Mapping[str, str | None]) -> Needed:
-    """What a configuration needs on every machine.
+    """Requirements of a configuration for every machine.
 
     Args:
-        config: As Trinity-RFT's check left it.
+        config: After Trinity-RFT's check.
         shared: The run's folder.
-        functions: What `workers.ship` gave, by role.
+        functions: The results of `workers.ship`, by role.
     """
     inputs, model = config.buffer.explorer_input, config.model
     paths = {
@@ -105,12 +106,7 @@ def needed(config: Config, *, shared: Path, functions: Mapping[str, str | None])
 
 
 def require_alike(needed: Needed, nodes: Sequence[Node]) -> None:
-    """Refuse a cluster of which one machine lacks what a run needs.
-
-    Raises:
-        ConfigError: Names each machine, what it lacks and what to do.
-        FunctionError: It is one of the user's functions alone that cannot be loaded there.
-    """
+    """Reject a cluster with a machine that lacks something the run needs."""
     problems = list(_problems(needed, nodes))
     if not problems:
         return
@@ -163,7 +159,7 @@ def _answers(
             if version != (own := _version(package)):
                 has = f"version {version} of it" if version else "none of it"
                 lacks_it = (
-                    f"{package} {own} is here, and there is {has}: install the same everywhere"
+                    f"{package} {own} is here, but {has} is there: install the same everywhere"
                 )
                 yield node, lacks_it, False
         for setting, path in needed.folders.items():
@@ -177,23 +173,23 @@ def _answers(
 def _not_shared(folder: Path, why: str | None) -> str:
     reason = f" ({why})" if why else ""
     return (
-        f"{folder} is not the folder that it is here{reason}: data, traces and checkpoints pass "
-        "through it; set checkpoint_root_dir to a disk that every machine sees under one name"
+        f"{folder} is not the same folder as here{reason}: data, traces and checkpoints pass "
+        "through it; set checkpoint_root_dir to a disk that every machine mounts at the same path"
     )
 
 
 def _differs(here: Mapping[str, int], there: Mapping[str, int] | None) -> str | None:
-    put = "put the same there, or on a disk that every machine sees under one name"
+    put = "put the same there, or on a disk that every machine mounts at the same path"
     if there is None:
-        return f"which is not there: {put}"
+        return f"which is missing there: {put}"
     others = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
     if not others:
         return None
-    return f"which is another one there ({', '.join(others[:3])}): {put}"
+    return f"which is different there ({', '.join(others[:3])}): {put}"
 
 
 def _listing(path: str) -> dict[str, int]:
-    """Sizes of the files of a folder, or of a file, by their names."""
+    """Sizes of the files in a folder, or of a file, by name."""
     place = Path(path)
     files = [place] if place.is_file() else [file for file in place.iterdir() if file.is_file()]
     return {file.name: file.stat().st_size for file in files}
@@ -209,8 +205,8 @@ _PACKAGES = ("agentscope-tuner", "trinity-rft")
 
 
 def _probe() -> Callable[..., dict[str, Any]]:
-    """What a machine runs. It travels by value, being inside a function, so that it can say where
-    `tuner` itself is not there."""
+    """The function that a machine runs. It travels by value, being inside a function, so that
+    it works even if `tuner` is missing there."""
     packages = _PACKAGES
 
     def probe(
@@ -247,7 +243,7 @@ def _probe() -> Callable[..., dict[str, Any]]:
         try:
             from tuner.tasks.loading import load
         except ImportError:
-            return found  # its version says it
+            return found  # its version tells
         for role, text in functions.items():
             try:
                 load(text)
@@ -259,10 +255,10 @@ def _probe() -> Callable[..., dict[str, Any]]:
 
 
 def end_leftovers(namespace: str) -> None:
-    """End what an earlier part of this run left on the cluster when it was killed.
+    """End actors on the cluster that a killed part of this run left.
 
-    Trinity-RFT's synchronizer outlives its driver, as it must, until it sees that nobody needs it;
-    one that is met before has the counts of the run that was killed, and deletes weights.
+    Trinity-RFT's synchronizer outlives its driver, by design, until nobody needs it; one that is
+    found again has the counts of the killed run, and deletes weights.
     """
     import ray
     from ray._private.state import actors, jobs
@@ -280,9 +276,9 @@ def end_leftovers(namespace: str) -> None:
 
 
 def lacking(config: Config, nodes: Sequence[Node]) -> str | None:
-    """What the cluster has too little of for a configuration; None where the models have room.
+    """What the cluster lacks for a configuration; None if the models fit.
 
-    Training takes whole shares of some machines, and engines what is left.
+    Training uses fixed shares of some machines, and engines the rest.
     """
     sizes = config.cluster
     free = sorted(node.gpus for node in nodes)
@@ -299,14 +295,14 @@ def lacking(config: Config, nodes: Sequence[Node]) -> str | None:
     for bundle in sorted(_bundles(config), reverse=True):
         place = next((index for index, gpus in enumerate(free) if gpus >= bundle), None)
         if place is None:
-            beside = f" beside training's {machines} x {share}" if machines else ""
+            beside = f" in addition to training's {machines} x {share}" if machines else ""
             return _too_few(nodes, f"an engine takes {bundle} GPUs of one machine{beside}")
         free[place] -= bundle
     return None
 
 
 def _bundles(config: Config) -> list[int]:
-    """GPUs of one machine that each engine, or part of one, takes."""
+    """GPUs of one machine used by each engine, or by each part of one."""
     models = (config.explorer.rollout_model, *config.explorer.auxiliary_models)
     return [
         model.gpu_per_engine // model.nnodes
@@ -321,7 +317,7 @@ def _too_few(nodes: Sequence[Node], what: str) -> str:
 
 
 def placed(config: Config, nodes: Sequence[Node]) -> Iterator[str]:
-    """In words, what would be where."""
+    """The placement, in words."""
     for node in nodes:
         yield f"{node.address}: {node.cpus:g} CPUs, {node.gpus:g} GPUs"
     sizes = config.cluster
@@ -332,6 +328,6 @@ def placed(config: Config, nodes: Sequence[Node]) -> Iterator[str]:
         )
     if config.mode != "train":
         shares = ", ".join(f"{bundle} GPUs" for bundle in _bundles(config))
-        yield f"engines on as few machines as have room: {shares or 'none'}"
+        yield f"engines on as few machines as possible: {shares or 'none'}"
         runners = config.explorer.runner_per_model * config.explorer.rollout_model.engine_num
         yield f"agents and judges in {runners} processes, spread over all machines"

@@ -1,4 +1,5 @@
-"""What Trinity-RFT loads by name besides the workflow: where metrics go, and its advantages."""
+"""Plugins that Trinity-RFT loads by name, except the workflow: a monitor and an advantage
+function."""
 
 from __future__ import annotations
 
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class TunerMonitor(Monitor):  # type: ignore[misc]  # untyped
-    """A Trinity-RFT monitor; each of its processes (`role`) makes one.
+    """A Trinity-RFT monitor; each of its processes (`role`) creates one.
 
     Writes `tuner/<role>.jsonl`, a line per report, and passes everything on to the trackers named
-    in `monitor.monitor_args.tuner.trackers`. In mode `serve` it is also what gets into the process
-    of the server before it listens, and puts the key in front of it.
+    in `monitor.monitor_args.tuner.trackers`. In mode `serve` it is also our way into the server's
+    process before it listens, to add the check of the key.
     """
 
     def __init__(self, project: str, group: str, name: str, role: str, config: Any = None) -> None:
@@ -66,7 +67,7 @@ class TunerMonitor(Monitor):  # type: ignore[misc]  # untyped
 
 
 def _without_secrets(config: Any) -> Any:
-    """The configuration as trackers may send it; what they need goes into their variables."""
+    """The configuration for trackers; their own secrets go into their variables."""
     args = dict(config.monitor.monitor_args)
     if found := _USERINFO.fullmatch(str(args.get("uri", ""))):
         args["uri"] = found["scheme"] + found["rest"]
@@ -86,7 +87,7 @@ _VARIABLES = {"api_key": "WANDB_API_KEY", "password": "MLFLOW_TRACKING_PASSWORD"
 
 @dataclass(frozen=True)
 class _Rewarded:
-    """A call with a reward of its own, where it is in an experience."""
+    """A call with its own reward, in its experience."""
 
     experience: Experience
     start: int
@@ -96,7 +97,7 @@ class _Rewarded:
 
     @property
     def peers(self) -> tuple[Any, str | None]:
-        """What it is compared in."""
+        """The calls it is compared with."""
         return self.experience.eid.tid, self.role
 
     def mask(self) -> Any:
@@ -107,23 +108,24 @@ class _Rewarded:
 
 
 class CallRewards(StepWiseGRPOAdvantageFn):  # type: ignore[misc]  # untyped
-    """Trinity-RFT's `step_wise_grpo`, with rewards of single calls as the local backend has them;
+    """Trinity-RFT's `step_wise_grpo`, with rewards of single calls like on the local backend;
     named in `advantage_fn`.
 
-    A rollout's reward is compared inside its group by Trinity-RFT's own function. A call with a
-    reward of its own is compared instead with the calls of its group that have one and the same
-    role (`tuner.training.advantages.call_normalized`); where fewer than two rollouts have such
-    calls there is nothing to compare with, and its tokens leave the mask.
+    A rollout's reward is compared inside its group by Trinity-RFT's own function. A call with its
+    own reward is compared instead with the calls of its group that have the same role
+    (`tuner.training.advantages.call_normalized`); if fewer than two rollouts have such calls, there
+    is nothing to compare with, and its tokens leave the mask.
     """
 
     def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
-        """As Trinity-RFT's; experiences without rewards of calls come back as from there."""
+        """Like Trinity-RFT's; experiences without rewards of calls are returned as it returns
+        them."""
         rewarded = [
             _Rewarded(one, *call) for one in exps for call in one.info.get("call_rewards", ())
         ]
         found, metrics = super().process(exps)
         kept = {id(experience) for experience in found}
-        # A group that is left out for its rollouts' rewards still has those of its calls.
+        # A group dropped because of its rollouts' rewards still has those of its calls.
         left = [call for call in rewarded if id(call.experience) not in kept]
         for experience in {id(call.experience): call.experience for call in left}.values():
             own = [call.mask() for call in left if call.experience is experience]

@@ -1,8 +1,7 @@
-"""What can be done before a cluster is touched, for a run and for `tuner check`.
+"""Everything that can be done without a cluster, for a run and for `tuner check`.
 
-The check needs neither a GPU nor Ray, and writes into a folder that is removed again. What is
-refused, by us or by Trinity-RFT's own check, comes up as the error that the run would have ended
-with.
+The check needs neither a GPU nor Ray, and writes into a temporary folder. A rejection, by us or by
+Trinity-RFT's own check, is the same error that would have ended the run.
 """
 
 from __future__ import annotations
@@ -47,15 +46,15 @@ class Prepared:
     """A run that Trinity-RFT accepts.
 
     Attributes:
-        settings: What was asked for.
-        tree: The YAML that Trinity-RFT is given.
+        settings: The user's settings.
+        tree: The YAML for Trinity-RFT.
         config: The same after its own check.
-        rows: Rows that are trained on; in mode `train` rows or experiences of the buffer.
-        sizes: Rows of each set of tasks that is trained on.
-        fingerprint: What tells the rows of each dataset from others, by its name.
+        rows: Number of training rows; in mode `train` rows or experiences of the buffer.
+        sizes: Rows of each training set.
+        fingerprint: Fingerprint of each dataset's rows, by name.
         evaluations: Rollouts of each evaluation set.
-        own_cluster: Whether the run starts a Ray cluster of its own.
-        functions: Texts that name the user's functions, as `workers.ship` gave them, by role.
+        own_cluster: Whether the run starts its own Ray cluster.
+        functions: Names of the user's functions, from `workers.ship`, by role.
     """
 
     settings: TrinitySettings
@@ -70,17 +69,16 @@ class Prepared:
 
     @property
     def needed(self) -> Needed:
-        """What every machine of a cluster must have."""
+        """Requirements for every machine of a cluster."""
         shared = Path(self.config.checkpoint_job_dir)
         return needed(self.config, shared=shared, functions=self.functions)
 
 
 def with_own_name(settings: TrinitySettings) -> TrinitySettings:
-    """A new run gets a free name beside one of the same name, as on the local backend."""
+    """Give a new run a free name if the name is taken, like on the local backend."""
     if not settings.get("continue_from_checkpoint", True):
         settings.tree["name"] = free_name(settings.run_dir).name
-        # Trinity-RFT gives another name to a run whose folder is there, and ours has its data
-        # already.
+        # Trinity-RFT renames a run whose folder exists, and our data is already in that folder.
         settings.tree["continue_from_checkpoint"] = True
     return settings
 
@@ -94,15 +92,12 @@ def prepare(
     eval_dataset: Any,
     counted_gpus: bool = True,
 ) -> Prepared:
-    """Pack the functions, put the data where Trinity-RFT reads it, and let it check all.
+    """Pack the functions, write the data for Trinity-RFT, and run its check.
 
     Args:
-        settings: What `handover.resolve` gave; the data's new places are noted there.
-        workflow, judge, train_dataset, eval_dataset: As given to `tune()`.
-        counted_gpus: Whether the declared GPUs must be here, where the run is to start a cluster.
-
-    Raises:
-        ConfigError, DatasetError, FunctionError: As `run_trinity`.
+        settings: From `handover.resolve`; gets the data's new paths.
+        workflow, judge, train_dataset, eval_dataset: Those given to `tune()`.
+        counted_gpus: Whether the declared GPUs must exist here, if the run is to start a cluster.
     """
     _check_functions(settings, workflow, judge)
     sent = None if workflow is None else ship(workflow, role="workflow")
@@ -128,16 +123,16 @@ def prepare(
     config = checked(tree)
     if settings.mode == "bench" and not checkpoints(config):
         raise ConfigError(
-            f"mode is bench, and {settings.run_dir} holds no checkpoint (global_step_*): set "
+            f"mode is bench, but {settings.run_dir} has no checkpoint (global_step_*): set "
             "project, name and checkpoint_root_dir to those of a run that saved some, or "
-            "explorer.eval_on_startup to true to evaluate the model as it is"
+            "explorer.eval_on_startup to true to evaluate the untrained model"
         )
     functions = {"workflow": sent, "judge": sent_judge}
     return Prepared(settings, tree, config, rows, sizes, fingerprint, evaluations, own, functions)
 
 
 def to_yaml(tree: Mapping[str, Any], references: Mapping[str, str]) -> str:
-    """The configuration as a file that Trinity-RFT and `tuner run` read, without secrets."""
+    """The configuration as a file for Trinity-RFT and `tuner run`, without secrets."""
     from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml(OmegaConf.create(concealed(tree, references)))
@@ -151,19 +146,19 @@ def _check_functions(
     mode = settings.mode
     if mode in ROLLS_OUT and workflow is None:
         raise FunctionError(
-            f"there is no workflow, and mode {mode} runs it: pass workflow_func, or set mode to "
-            "train (on a buffer that is there) or serve"
+            f"there is no workflow, but mode {mode} runs it: pass workflow_func, or set mode to "
+            "train (on an existing buffer) or serve"
         )
     if mode not in ROLLS_OUT and (workflow is not None or judge is not None):
         raise FunctionError(
-            f"mode {mode} runs no rollouts, so workflow_func and judge_func have nothing to do: "
-            "leave them out"
+            f"mode {mode} runs no rollouts, so workflow_func and judge_func have no effect: "
+            "remove them"
         )
     split = lookup(settings.tree, "explorer.max_repeat_times_per_runner")
     if split and judge is not None and judges_groups(judge):
         raise FunctionError(
-            f"explorer.max_repeat_times_per_runner is {split}, which splits the groups that the "
-            "judge is to see whole: remove it, or judge each `response`"
+            f"explorer.max_repeat_times_per_runner is {split}, which splits groups, but the "
+            "judge needs whole groups: remove it, or judge each `response`"
         )
 
 
@@ -176,23 +171,19 @@ def check_trinity(
     train_dataset: Any = None,
     eval_dataset: Any = None,
 ) -> Verdict:
-    """Check a configuration as a run would.
+    """Check a configuration like a run would.
 
     Args:
         path: Its file; None for the defaults.
         overrides: `key=value` strings.
-        workflow, judge, train_dataset, eval_dataset: As given to `tune()`.
-
-    Raises:
-        ConfigError, DatasetError, FunctionError: As `run_trinity`.
-        MissingDependencyError: Trinity-RFT is not installed.
+        workflow, judge, train_dataset, eval_dataset: Those given to `tune()`.
     """
     given = None
     if train_dataset is not None or eval_dataset is not None:
         given = settings_of(None, None, train_dataset, eval_dataset=eval_dataset, config_path=path)
     train = None if train_dataset is None else location(train_dataset)
     settings = resolve(read_layers(path, given, overrides, backend="trinity", train=train))
-    missing = None  # of what a cluster of the run's own needs
+    missing = None  # the needs of a cluster that the run starts
     try:
         with_sizes(settings.tree, device=settings.tuner.device)
     except ConfigError as error:
@@ -200,7 +191,7 @@ def check_trinity(
             raise
         missing = f"NOT READY on this machine: {error}"
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        # Trinity-RFT logs what it fills in; what it refuses it raises.
+        # Trinity-RFT logs what it fills in, and raises what it rejects.
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.CRITICAL)
         prepared = prepare(
@@ -229,7 +220,7 @@ _NOT_ASKED = "READY, if the cluster is there."
 
 
 def _asked(settings: TrinitySettings, prepared: Prepared) -> Iterator[str]:
-    """What a cluster by its address says; one line where it cannot be asked from here."""
+    """The state of an existing cluster; one line if it cannot be reached from here."""
     config, address = prepared.config, str(prepared.tree["cluster"]["ray_address"])
     try:
         require_answer(address)
@@ -239,7 +230,7 @@ def _asked(settings: TrinitySettings, prepared: Prepared) -> Iterator[str]:
             yield from (f"  {line}" for line in placed(config, nodes))
             if (few := lacking(config, nodes)) is not None:
                 yield f"NOT READY: {few}"
-            # The run directory is not made by a check: what it will be in is asked for.
+            # A check does not create the run directory, so its parent is checked.
             with tempfile.TemporaryDirectory(
                 prefix=".tuner-check-", dir=_there_already(settings.run_dir)
             ) as folder:
@@ -256,7 +247,8 @@ def _there_already(folder: Path) -> Path:
 
 
 def _elsewhere(settings: TrinitySettings, folder: Path) -> TrinitySettings:
-    """The settings with a run's folder of its own, with what a benchmark looks for in the real."""
+    """The settings with a temporary run folder, with the files of the real one that a benchmark
+    needs."""
     tree = copy.deepcopy(settings.tree)
     tree["checkpoint_root_dir"] = str(folder)
     if not lookup(tree, "cluster.node_num"):

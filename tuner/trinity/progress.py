@@ -1,4 +1,4 @@
-"""What is written down of a run on Trinity-RFT, and what follows: steps, metrics, result."""
+"""Records of a run on Trinity-RFT, and their evaluation: steps, metrics, result."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tuner.training.batch import Selection, build_batch, reward_of, unreplayed
 
 
 class Journal:
-    """The folder of one run as its workers and its driver see it.
+    """The folder of one run, shared by its workers and its driver.
 
-    Several workers append to the traces of one step, so each takes the folder's lock while it does.
+    Several workers append to the traces of one step, so each takes the folder's lock.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -38,14 +38,14 @@ class Journal:
                 store.append(trace)
 
     def stop(self, error: BaseException) -> None:
-        """Say that the run must not go on; the driver ends it. The first reason stays."""
+        """Record that the run must stop; the driver ends it. The first reason is kept."""
         with self._lock():
             if self.reason() is None:
                 reason = {"error": type(error).__name__, "message": str(error)}
                 write_atomically(self.folder / "stop.json", json.dumps(reason))
 
     def reason(self) -> dict[str, Any] | None:
-        """Why the run must not go on: its error's class and message, or None."""
+        """Class and message of the error that stops the run, or None."""
         path = self.folder / "stop.json"
         if not path.exists():
             return None
@@ -53,12 +53,7 @@ class Journal:
         return reason
 
     def raise_reason(self) -> None:
-        """Nothing, unless the run must not go on.
-
-        Raises:
-            FunctionError: A function returned something of the wrong type.
-            TrainingError: A rollout failed, and none may.
-        """
+        """Raise the recorded reason, if there is one."""
         if (reason := self.reason()) is not None:
             kind = FunctionError if reason["error"] == FunctionError.__name__ else TrainingError
             raise kind(reason["message"])
@@ -68,13 +63,13 @@ class Journal:
         return TraceStore(self._directory.traces).path("train", step)
 
     def replay(self, files: Sequence[Path]) -> None:
-        """Say which files of traces a run that goes on has from before, and trains again."""
+        """Record which files of traces a resumed run trains again."""
         self.folder.mkdir(parents=True, exist_ok=True)
         names = sorted(file.name for file in files)
         write_atomically(self.folder / "replay.json", json.dumps(names))
 
     def recorded(self, split: str, step: int) -> list[Trace]:
-        """What a run that goes on has of a step from before; empty for a new step."""
+        """A resumed run's earlier rollouts of a step; empty for a new step."""
         path = self.folder / "replay.json"
         store = TraceStore(self._directory.traces)
         if not path.exists() or store.path(split, step).name not in json.loads(path.read_text()):
@@ -82,7 +77,7 @@ class Journal:
         return store.read(split, step)
 
     def forget_reason(self) -> None:
-        """A run that is started again begins without it."""
+        """Delete the reason; for a restarted run."""
         (self.folder / "stop.json").unlink(missing_ok=True)
 
     @contextmanager
@@ -94,12 +89,12 @@ class Journal:
 
 
 def report_file(run_dir: Path, role: str) -> Path:
-    """Where the Trinity-RFT process with this name writes its metrics, a line per report."""
+    """Metrics file of a Trinity-RFT process, a line per report."""
     return run_dir / "tuner" / f"{role}.jsonl"
 
 
 _HANDED_OVER = "experience_pipeline/experience_count"
-# Algorithms that learn from the differences between the rewards of a group; `grpo_verl` is the
+# Algorithms that learn from differences between the rewards of a group; `grpo_verl` is the
 # trainer's copy of grpo.
 COMPARE_GROUPS = frozenset(
     {"grpo_verl"}
@@ -112,15 +107,15 @@ COMPARE_GROUPS = frozenset(
 
 
 class Progress:
-    """The reports of one run; what was added to them is read whenever they are asked for.
+    """The reports of one run; new reports are read at each access.
 
     Args:
         directory: The run's folder.
-        explorer, trainer: What the configuration calls the two processes.
+        explorer, trainer: The configured names of the two processes.
         evaluations: Names of the evaluation sets.
-        compared: Whether rewards teach by their differences inside groups.
-        penalty: The reward of failed rollouts, or None where they are left out.
-        pass_reward: A rollout of an evaluation has passed that has at least so much.
+        compared: Whether training uses differences of rewards inside groups.
+        penalty: The reward of failed rollouts, or None if they are dropped.
+        pass_reward: Minimum reward of a rollout that passes an evaluation.
     """
 
     def __init__(
@@ -145,22 +140,22 @@ class Progress:
         self._penalty = penalty
 
     def reports(self, role: str) -> Mapping[int, Mapping[str, float]]:
-        """What "explorer" or "trainer" reported, by step; later reports of a step add to it."""
+        """Reports of "explorer" or "trainer", by step; later reports of a step are merged."""
         return self._reports[role].read()
 
     def forget_after(self, trained: int, explored: int) -> None:
-        """Leave out what was reported after these steps of the trainer and of the explorer."""
+        """Drop reports after these steps of the trainer and of the explorer."""
         self._reports["trainer"].forget_after(trained)
         self._reports["explorer"].forget_after(explored)
 
     def trained_steps(self) -> list[int]:
-        """Updates of the weights that the trainer reported, rising."""
-        # A step that changed nothing for want of data, or died half-way, reports no gradient.
+        """Weight updates reported by the trainer, rising."""
+        # A step that lacked data, or died half-way, reports no gradient.
         changed = {"actor/grad_norm", "actor/pg_loss", "actor/loss"}
         return sorted(step for step, row in self.reports("trainer").items() if changed & {*row})
 
     def explored_steps(self) -> list[int]:
-        """Steps of rollouts that were handed over, rising."""
+        """Steps whose rollouts were handed to the trainer, rising."""
         return self._reporting(_HANDED_OVER)
 
     def ended_steps(self) -> list[int]:
@@ -171,7 +166,7 @@ class Progress:
         return sorted(step for step, row in self.reports("explorer").items() if name in row)
 
     def experiences(self, up_to: int | None = None) -> int:
-        """Experiences handed over to the trainer, of all steps or of those up to one."""
+        """Number of experiences handed to the trainer, in all steps or up to one."""
         return sum(
             int(row.get(_HANDED_OVER, 0))
             for step, row in self.reports("explorer").items()
@@ -179,15 +174,15 @@ class Progress:
         )
 
     def traces(self, step: int) -> list[Trace]:
-        """What was recorded of a training step."""
+        """Recorded traces of a training step."""
         return TraceStore(self._directory.traces).read("train", step)
 
     def signal(self, traces: Sequence[Trace]) -> bool:
-        """Whether a step's rollouts have something to teach."""
+        """Whether a step's rollouts give something to learn from."""
         rewards: dict[int, list[float]] = defaultdict(list)
         for trace in traces:
             if trace.final and any(call.reward is not None for call in trace.calls):
-                return True  # calls are compared among each other
+                return True  # calls are compared with each other
             reward = reward_of(trace, self._penalty)
             if trace.final and reward is not None:
                 rewards[trace.id.task].append(reward)
@@ -196,10 +191,10 @@ class Progress:
         return bool(rewards)
 
     def history(self) -> list[dict[str, float]]:
-        """The run's metrics, a row per step, named as those of a local run.
+        """The run's metrics, a row per step, named like those of a local run.
 
-        Rewards, outcomes and evaluations come from the traces; what Trinity-RFT's processes
-        reported is under `explorer/` and `trainer/`.
+        Rewards, outcomes and evaluations come from the traces; reports of Trinity-RFT's processes
+        are under `explorer/` and `trainer/`.
         """
         steps = sorted({0, *self.reports("explorer"), *self.reports("trainer")})
         return [{"step": step, **row} for step in steps if (row := self.row(step))]
@@ -222,7 +217,7 @@ class Progress:
         return row
 
     def token_counts(self, *, needs_group: bool) -> TokenCounts:
-        """Where sampled tokens went; "trained" are those that Trinity-RFT was given.
+        """Use of the sampled tokens; "trained" are those passed to Trinity-RFT.
 
         Args:
             needs_group: Whether a rollout that is alone in its group teaches nothing.
@@ -245,7 +240,7 @@ class Progress:
 def _times(
     traces: Sequence[Trace], explorer: Mapping[str, float], trainer: Mapping[str, float]
 ) -> dict[str, float]:
-    """Wall seconds of a step by part, as Trinity-RFT measured them."""
+    """Wall-clock seconds of the parts of a step, measured by Trinity-RFT."""
     waiting = explorer.get("explorer/time/wait_explore_step", 0.0)
     collecting = trainer.get("time/read_experience", waiting)
     training = trainer.get("time/train_step", 0.0) + trainer.get("time/save_checkpoint", 0.0)
@@ -262,7 +257,7 @@ def _times(
 
 
 class _Report:
-    """A file that a process of Trinity-RFT adds a line to for each of its reports."""
+    """A file to which a process of Trinity-RFT appends a line per report."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -270,7 +265,7 @@ class _Report:
         self._place = 0
 
     def read(self) -> Mapping[int, Mapping[str, float]]:
-        """Everything reported so far, by step; a torn last line is left for the next time."""
+        """All reports so far, by step; an incomplete last line is read the next time."""
         for row in self._added():
             self._rows.setdefault(int(row.pop("step")), {}).update(row)
         return self._rows
@@ -287,7 +282,7 @@ class _Report:
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
-            if file.seek(0, os.SEEK_END) < self._place:  # it was written anew
+            if file.seek(0, os.SEEK_END) < self._place:  # it was rewritten
                 self._rows, self._place = {}, 0
             file.seek(self._place)
             for line in file:
@@ -303,5 +298,5 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
 
 
 def step_of(folder: Path) -> int:
-    """The trainer's step that a folder `global_step_<n>` is of."""
+    """Step number of a folder `global_step_<n>`."""
     return int(folder.name.removeprefix("global_step_"))

@@ -1,11 +1,11 @@
-"""A run that was killed goes on from its last checkpoint, with what was recorded after it.
+"""Resume a killed run from its last checkpoint, with the rollouts recorded after it.
 
-Trinity-RFT's explorer and trainer each keep a place of their own, and after a kill these differ:
-the trainer is at its last checkpoint, the explorer some steps further, and what it had handed over
-is lost or lies half-used in the buffer. Here both are put back to the checkpoint. The rollouts of
-the steps after it are in the trace store; those that completed are trained again without sampling,
-as the local backend does, and those that failed with the run are set aside and run again. So are
-the last steps in which none completed: their engine may have been lost.
+Trinity-RFT's explorer and trainer each store their own position, and after a kill these differ: the
+trainer is at its last checkpoint, the explorer some steps further, and the experiences in between
+are lost or half used in the buffer. Here both are reset to the checkpoint. The rollouts of later
+steps are in the trace store; completed ones are trained again without sampling, like on the local
+backend, and those that failed with the run are set aside and run again. So are the last steps
+without any completed rollout: their engine may have been lost.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from tuner.trinity.progress import Journal, Progress, step_of
 if TYPE_CHECKING:
     from trinity.common.config import Config
 
-# What may change between the parts of a run. Of a set of tasks the rows are compared by themselves,
-# and functions may be mended.
+# Settings that may change when a run resumes. The rows of a set of tasks are compared separately,
+# and functions may be fixed.
 MAY_CHANGE_THERE = (
     *MAY_CHANGE,
     "*.path",
@@ -54,13 +54,13 @@ _STEP_FILE = re.compile(r"^(?:(?P<split>.+)_)?step_(?P<step>\d+)\.jsonl$")
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins or goes on.
+    """Position at which a run begins or resumes.
 
     Attributes:
-        trained: The update that the trainer goes on after, 0 at the beginning.
-        explored: The step of rollouts that the explorer goes on after.
-        recorded: Completed rollouts of later steps that are not sampled again.
-        had_begun: Whether there was anything of this run.
+        trained: The trainer resumes after this update, 0 at the beginning.
+        explored: The explorer resumes after this step of rollouts.
+        recorded: Number of completed rollouts of later steps, which are not sampled again.
+        had_begun: Whether this run existed before.
     """
 
     trained: int = 0
@@ -69,23 +69,19 @@ class Start:
     had_begun: bool = False
 
     def said(self, run_dir: Path) -> str | None:
-        """What people are told; None at a first beginning."""
+        """Message for the user; None for a new run."""
         if not self.had_begun:
             return None
         again = f"; {self.recorded} recorded rollouts are trained again" if self.recorded else ""
         if not self.trained and not self.explored:
             return f"{run_dir} has no checkpoint yet: starting over{again}"
-        return f"going on after step {self.trained or self.explored} in {run_dir}{again}"
+        return f"resuming after step {self.trained or self.explored} in {run_dir}{again}"
 
 
 def require_same_run(
     directory: RunDirectory, tree: Mapping[str, Any], fingerprint: Mapping[str, str]
 ) -> None:
-    """Compare what Trinity-RFT is given now with what it was given when the run was started.
-
-    Raises:
-        ConfigError: A setting or dataset that decides what is learned has changed; names them.
-    """
+    """Compare the current configuration for Trinity-RFT with the one at the start of the run."""
     from omegaconf import OmegaConf
 
     if directory.config.exists():
@@ -102,11 +98,11 @@ def require_same_run(
 
 
 def rewind(config: Config, progress: Progress, sizes: Sequence[int]) -> Start:
-    """Put a run that has begun back to its last checkpoint; call it before Ray is started.
+    """Reset a run to its last checkpoint, before Ray is started.
 
     Args:
-        config: As Trinity-RFT's check left it.
-        progress: The run's reports; those after the checkpoint are left out.
+        config: After Trinity-RFT's check.
+        progress: The run's reports; those after the checkpoint are dropped.
         sizes: Rows of each training set.
     """
     run_dir = Path(config.checkpoint_job_dir)
@@ -138,7 +134,7 @@ def rewind(config: Config, progress: Progress, sizes: Sequence[int]) -> Start:
 
 
 def last_checkpoint(run_dir: Path) -> int:
-    """The update of the last whole checkpoint, 0 where there is none."""
+    """The update of the last complete checkpoint; 0 if there is none."""
     noted = run_dir / "latest_checkpointed_iteration.txt"
     if not noted.exists():
         return 0
@@ -159,7 +155,7 @@ def _failed_whole(progress: Progress, step: int) -> bool:
 
 
 def _put_back_trainer(run_dir: Path, name: str, step: int) -> None:
-    """Weights that were only saved for the explorer, without the optimizer's state, go."""
+    """Reset the trainer's position; delete weights saved for the explorer, without optimizer."""
     for folder in run_dir.glob("global_step_*"):
         if step_of(folder) > step and not (folder / ".full_checkpoint").exists():
             shutil.rmtree(folder)
@@ -169,7 +165,7 @@ def _put_back_trainer(run_dir: Path, name: str, step: int) -> None:
         meta.unlink(missing_ok=True)
         return
     if (run_dir / f"global_step_{step}" / TINKERS_CHECKPOINT).exists():
-        # Its trainer deletes weights to sample from as it goes; without this it saves them anew.
+        # Its trainer deletes old sampling weights as it runs; without this it saves them again.
         weights.unlink(missing_ok=True)
     else:
         write_atomically(weights, str(step))
@@ -188,9 +184,9 @@ def _put_back_explorer(run_dir: Path, config: Config, step: int, sizes: Sequence
 
 
 def positions(tasks: int, sizes: Sequence[int]) -> list[int]:
-    """How many tasks of each set are among the first `tasks` of a run.
+    """Number of tasks of each set among the first `tasks` of a run.
 
-    Trinity-RFT mixes several sets anew in each epoch, seeded by the epoch's number.
+    Trinity-RFT shuffles several sets together in each epoch, seeded by the epoch's number.
     """
     if len(sizes) == 1:
         return [tasks]
@@ -208,9 +204,9 @@ def positions(tasks: int, sizes: Sequence[int]) -> list[int]:
 
 
 def _forget_leftovers(buffer: Any) -> None:
-    """Experiences that were handed over and not used are not read; they come again, or have been.
+    """Do not read unused experiences: their rollouts are trained again, or have been.
 
-    They stay in the table: what was recorded is not lost.
+    They stay in the table, so recorded data is kept.
     """
     from sqlalchemy import create_engine, inspect, text
 
@@ -226,11 +222,11 @@ def _forget_leftovers(buffer: Any) -> None:
 
 
 def _keep_completed(run_dir: Path, explored: int, unfinished: Sequence[str], again: bool) -> int:
-    """Sort the traces of the steps that are done again; gives how many rollouts are kept.
+    """Sort the traces of the repeated steps; returns the number of kept rollouts.
 
     Args:
-        explored: The step that is gone on after.
-        unfinished: Evaluation sets that were not through at that step; they are not done again.
+        explored: The step to resume after.
+        unfinished: Evaluation sets that were incomplete at that step; they are not repeated.
         again: Whether the tasks come in the same order again.
     """
     kept: dict[Path, int] = {}
@@ -252,7 +248,7 @@ def _completed(trace: Trace) -> bool:
 
 
 def _set_failed_aside(path: Path, run_dir: Path, *, keep: bool) -> int:
-    """Move traces to `tuner/replaced`, all but those of completed rollouts; gives their number."""
+    """Move traces to `tuner/replaced`, except those of completed rollouts; returns their number."""
     traces = list(read_traces(path))
     done = {t.id for t in traces if keep and _completed(t)}
     aside = TraceStore(Journal(run_dir).folder / "replaced")

@@ -1,16 +1,16 @@
-"""One stage of Trinity-RFT: what each mode needs, how it is run, and what it has to have done.
+"""One stage of Trinity-RFT: the needs of each mode, its execution, and its success criterion.
 
 | mode | rollouts | training | success |
 |---|---|---|---|
-| both, colocate | yes | yes | the steps asked for were trained |
-| explore | yes | no | every step of rollouts was handed over |
-| train | no | yes | every step that the buffer given has was trained |
+| both, colocate | yes | yes | the requested steps were trained |
+| explore | yes | no | every step of rollouts was handed to the trainer |
+| train | no | yes | every step of the given buffer was trained |
 | bench | evaluations | no | every row was judged with every checkpoint |
-| serve | elsewhere | no | the server was up until it was asked to stop |
+| serve | remote | no | the server ran until it was asked to stop |
 
-The explorer, the trainer, or both run with the same calls to the same actors as Trinity-RFT's own
-launcher makes. That one waits for as long as it takes and takes an explorer that gave up for one
-that is done; here somebody looks meanwhile, and the end of one is told from its failure.
+The explorer, the trainer, or both run with the same calls to the same actors as in Trinity-RFT's
+own launcher. That one waits without a limit and treats an explorer that gave up like one that is
+done; here the run is monitored, and the end of an actor is told from its failure.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ if TYPE_CHECKING:
 MODES = ("both", "colocate", "explore", "train", "bench", "serve")
 _ANY_ADDRESS = ("0.0.0.0", "::")
 SERVE_KEY = "TUNER_SERVE_KEY"
-"""Variable with the key that the server of mode `serve` demands."""
+"""Variable with the key that the server of mode `serve` requires."""
 # Modes that run the workflow.
 ROLLS_OUT = ("both", "colocate", "explore", "bench")
-# Modes that read the tasks that are trained on.
+# Modes that read the training tasks.
 READS_TASKS = ("both", "colocate", "explore")
 BUFFER = "buffer.trainer_input.experience_buffer"
 
 
 def fill_mode(tree: dict[str, Any], mode: str, group_size: int) -> None:
-    """Put into a mode's own settings what is not set and Trinity-RFT would ask for."""
+    """Set unset keys of a mode that Trinity-RFT would require."""
     tree["mode"] = mode
     if mode == "bench":
-        # Trinity-RFT reads no tasks of training here, and asks where they are if some are named.
+        # Trinity-RFT reads no training tasks here, and requires their path if some are named.
         for key in ("taskset", "tasksets"):
             lookup(tree, "buffer.explorer_input", {}).pop(key, None)
-        # Its other value makes a new run, which has no checkpoints.
+        # Its other value creates a new run, which has no checkpoints.
         tree["continue_from_checkpoint"] = True
     if mode == "serve":
         # Trinity-RFT's own default is every address of the machine.
@@ -70,41 +70,41 @@ def fill_mode(tree: dict[str, Any], mode: str, group_size: int) -> None:
     set_default(tree, f"{BUFFER}.storage_type", "sql" if "://" in path else "file")
     recorded = lookup(tree, "algorithm.algorithm_type") in RECORDED
     if recorded and not lookup(tree, "trainer.save_interval"):
-        # Trinity-RFT puts it in the place of sync_interval, which may not be 0: only at the end.
+        # Trinity-RFT uses it in place of sync_interval, which may not be 0: only at the end.
         tree.setdefault("trainer", {})["save_interval"] = 10**9
     groups = 1 if recorded else group_size
     set_default(tree, "buffer.train_batch_size", lookup(tree, "buffer.batch_size") * groups)
 
 
 def mode_problems(tree: Mapping[str, Any], mode: str) -> Iterator[Problem]:
-    """What a mode lacks, or cannot do."""
+    """Problems of a mode: missing or unsupported settings."""
     if mode not in MODES:
         yield Problem("mode", f"mode is {mode}: Trinity-RFT has {', '.join(MODES)}")
     if mode == "train" and lookup(tree, f"{BUFFER}.storage_type") == "queue":
         yield Problem(
             f"{BUFFER}.storage_type",
-            f"{BUFFER}.storage_type is queue, and mode is train: a queue ends with the run that "
-            "filled it; set it to sql, and path to the database that was filled",
+            f"{BUFFER}.storage_type is queue, but mode is train: a queue ends with the run that "
+            "filled it; set it to sql, and path to the filled database",
         )
     if mode != "bench":
         return
     if not lookup(tree, "buffer.explorer_input.eval_tasksets"):
         yield Problem(
             "buffer.explorer_input.eval_tasksets",
-            "mode is bench and there is nothing to evaluate on: set "
+            "mode is bench, but there is nothing to evaluate on: set "
             "buffer.explorer_input.eval_tasksets, or pass eval_dataset",
         )
     if lookup(tree, "explorer.bench_on_latest_checkpoint"):
         yield Problem(
             "explorer.bench_on_latest_checkpoint",
-            "explorer.bench_on_latest_checkpoint is true: Trinity-RFT 0.6 does not know the latest "
-            "checkpoint in this mode and asks for global_step_0; remove it, and every checkpoint "
+            "explorer.bench_on_latest_checkpoint is true: Trinity-RFT 0.6 cannot find the latest "
+            "checkpoint in this mode and looks for global_step_0; remove it, and every checkpoint "
             "of the run is evaluated",
         )
 
 
 def planned_steps(config: Config, rows: int, batch: int) -> int:
-    """`buffer.total_steps`, or as many full batches as all epochs of so many rows have."""
+    """`buffer.total_steps`, or the number of full batches of this many rows in all epochs."""
     buffer = config.buffer
     if buffer.total_steps is not None:
         return int(buffer.total_steps)
@@ -112,7 +112,7 @@ def planned_steps(config: Config, rows: int, batch: int) -> int:
 
 
 def recorded_steps(config: Config, rows: int) -> int:
-    """Steps of mode `train` that a buffer with so many rows or experiences has."""
+    """Steps of mode `train` for a buffer with this many rows or experiences."""
     buffer, batch = config.buffer, config.buffer.train_batch_size
     if config.trainer.total_steps:
         return int(config.trainer.total_steps)
@@ -122,17 +122,13 @@ def recorded_steps(config: Config, rows: int) -> int:
 
 
 def count_experiences(url: str, name: str) -> int | None:
-    """How many experiences a database holds; None where only its server can say.
-
-    Raises:
-        DatasetError: It is a file that is not there, or holds no such buffer.
-    """
+    """Number of experiences in a database; None if only its server knows."""
     if not url.startswith("sqlite:///"):
         return None
     file = Path(url.removeprefix("sqlite:///"))
     if not file.is_file():
         raise DatasetError(
-            f"{BUFFER}.path is {url}, and there is no such file: set it to the database that a run "
+            f"{BUFFER}.path is {url}, but there is no such file: set it to the database that a run "
             "with mode explore filled (its buffer/<name>.db)"
         )
     with sqlite3.connect(f"file:{file}?mode=ro", uri=True) as database:
@@ -140,8 +136,8 @@ def count_experiences(url: str, name: str) -> int | None:
         if name not in tables:
             known = ", ".join(sorted(table for table in tables if not table.startswith("sqlite")))
             raise DatasetError(
-                f"{BUFFER}.name is {name}, and {file} has no such table (it has {known}): set it "
-                "to the name that the buffer was filled under"
+                f"{BUFFER}.name is {name}, but {file} has no such table (it has {known}): set it "
+                "to the name under which the buffer was filled"
             )
         return int(database.execute(f'SELECT COUNT(*) FROM "{name}"').fetchone()[0])
 
@@ -162,7 +158,7 @@ def unjudged(
     Args:
         store: The benchmark's traces.
         steps: The checkpoints.
-        rows: Rollouts that each set has: its rows, each as often as it is repeated.
+        rows: Rollouts of each set: its rows times its repetitions.
     """
     missing = {}
     for step in steps:
@@ -174,8 +170,8 @@ def unjudged(
 
 
 def server_url(config: Config) -> str | None:
-    """Where the server of mode `serve` listens, with its key, once it does. Trinity-RFT writes its
-    machine's address, whatever the server listens on."""
+    """URL of the server of mode `serve`, with its key, once it listens. Trinity-RFT writes its
+    machine's address, whatever address the server listens on."""
     file = Path(config.checkpoint_job_dir) / f"{config.explorer.name}_server_url.txt"
     if not file.is_file():
         return None
@@ -187,17 +183,17 @@ def server_url(config: Config) -> str | None:
 
 
 def serve_key() -> str:
-    """The key of mode `serve`: what `SERVE_KEY` says, else a new one, which it says then."""
+    """The key of mode `serve`: that in `SERVE_KEY`, else a new one, which is stored there."""
     if not os.environ.get(SERVE_KEY):
         os.environ[SERVE_KEY] = secrets.token_urlsafe(24)
     return os.environ[SERVE_KEY]
 
 
 class Locked:
-    """Demands a key of every request to an ASGI application, else answers 401.
+    """Requires a key for every request to an ASGI application, else answers 401.
 
-    It comes as `Authorization: Bearer KEY` or before the path, `/KEY/v1/models`: Trinity-RFT's own
-    client sends none, but puts paths behind the address that it is given.
+    The key is in `Authorization: Bearer KEY` or before the path, `/KEY/v1/models`: Trinity-RFT's
+    own client sends no header, but appends paths to the given address.
     """
 
     def __init__(self, app: ASGIApp, key: str) -> None:
@@ -209,32 +205,29 @@ class Locked:
             first, _, rest = scope["path"].removeprefix("/").partition("/")
             sent = Headers(scope=scope).get("authorization", "").removeprefix("Bearer ")
             if secrets.compare_digest(first.encode(), self._key):
-                scope["path"] = f"/{rest}"  # in place: the server's log has no key then
+                scope["path"] = f"/{rest}"  # in place: so the server's log has no key
             elif not secrets.compare_digest(sent.encode(), self._key):
-                said = "this server demands a key: Authorization: Bearer KEY, or /KEY/v1/..."
+                said = "this server requires a key: Authorization: Bearer KEY, or /KEY/v1/..."
                 await JSONResponse({"error": {"message": said}}, 401)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
 def require_free_port(config: Config) -> None:
-    """Whoever listens there already would be taken for the server of mode `serve`.
-
-    Raises:
-        ConfigError: Somebody does.
-    """
+    """Check that the port of mode `serve` is free: another server there would be mistaken for
+    ours."""
     address = (config.explorer.listen_address, config.explorer.proxy_port)
     try:
         socket.create_server(address).close()
     except OSError as error:
         raise ConfigError(
             f"explorer.proxy_port: cannot listen on {address[0]}:{address[1]} "
-            f"({error.strerror}); end what does, or set another port"
+            f"({error.strerror}); stop what uses it, or set another port"
         ) from None
 
 
 def answers(url: str) -> bool:
-    """Whether that server has a model for a request, which it lacks in its first moments."""
+    """Whether that server has a model for a request; it has none at first."""
     try:
         return httpx.get(f"{url}/v1/models", timeout=2, trust_env=False).status_code == 200
     except httpx.HTTPError:
@@ -242,19 +235,19 @@ def answers(url: str) -> bool:
 
 
 def forget_server(config: Config) -> None:
-    """Remove what an earlier server of this run said."""
+    """Delete the address of this run's earlier server."""
     (Path(config.checkpoint_job_dir) / f"{config.explorer.name}_server_url.txt").unlink(
         missing_ok=True
     )
 
 
 POLL_SECONDS = 0.5
-# How long actors may take to close their monitors when the run has failed, and when it has not.
+# Seconds for actors to close their monitors after a failed run, and after a successful one.
 _FAREWELL_SECONDS, _CLOSING_SECONDS = 10.0, 120.0
 
 
 class GaveUp(TrainingError):
-    """The explorer ended and did not say why: a moment later Ray's table may."""
+    """The explorer ended without a reason, which may be in Ray's table a moment later."""
 
 
 class _TooLate(Exception):
@@ -263,13 +256,12 @@ class _TooLate(Exception):
 
 @dataclass(frozen=True)
 class Stage:
-    """The actors of one run, made when it is entered and sent home when it is left.
+    """The actors of one run, created on entry and closed on exit.
 
     Attributes:
-        config: As Trinity-RFT's check left it.
-        look: Called twice a second while there is something to wait for; what it raises ends the
-            stage.
-        explored: Whether the explorer has done every step that was asked for.
+        config: After Trinity-RFT's check.
+        look: Called twice a second during waits; an exception from it ends the stage.
+        explored: Whether the explorer has done every requested step.
     """
 
     config: Config
@@ -277,13 +269,9 @@ class Stage:
     explored: Callable[[], bool]
 
     def run(self) -> None:
-        """Run the configuration's mode to its end.
-
-        Raises:
-            GaveUp: The explorer did.
-            TrainingError: The actors could not be started in time.
-            Exception: What `look` or an actor raised.
-        """
+        """Run the configuration's mode to its end; raises GaveUp if the explorer gave up,
+        TrainingError if the actors could not be started in time, and any exception of `look` or of
+        an actor."""
         from trinity.buffer.pipelines.task_pipeline import check_and_run_task_pipeline
 
         check_and_run_task_pipeline(self.config)
@@ -326,8 +314,8 @@ class Stage:
                 self._finish([synchronizer.coordinate_weight_sync_setup.remote()])
                 self._finish([explorer.sync_weight.remote(), trainer.sync_weight.remote()])
             else:
-                # The explorer takes the weights that are there: those of a run that goes on must
-                # be, before it asks.
+                # The explorer loads the weights that exist: those of a resumed run must be saved
+                # before.
                 self._finish([trainer.sync_weight.remote()])
                 self._finish([explorer.sync_weight.remote()])
             exploring, training = explorer.explore.remote(), trainer.train.remote()
@@ -338,7 +326,8 @@ class Stage:
                 self._finish([training])
 
     def _start(self, actors: Sequence[Any]) -> None:
-        """Wait for the models. A cluster that is too small for them would let us wait for ever."""
+        """Wait for the models, with a limit: a cluster that is too small for them would block for
+        ever."""
         limit = float(self.config.synchronizer.sync_timeout)
         deadline = time.monotonic() + limit
         for call in ("__ray_ready__", "prepare"):
@@ -354,7 +343,7 @@ class Stage:
     def _finish(
         self, waiting: Sequence[Any], *, all_of_them: bool = True, deadline: float | None = None
     ) -> list[Any]:
-        """Wait for calls of actors; gives those that are done. Raises what a call raised."""
+        """Wait for calls of actors; returns the finished ones. Raises like a call."""
         import ray
 
         while True:
@@ -369,7 +358,7 @@ class Stage:
 
     @contextlib.contextmanager
     def _closing(self, actors: Sequence[Any]) -> Iterator[None]:
-        """Let the actors close their monitors and engines, whatever happens in the block."""
+        """Close the actors' monitors and engines when the block ends."""
         import ray
 
         seconds = _FAREWELL_SECONDS
@@ -389,7 +378,7 @@ def _resources() -> str:
         return ", ".join(f"{found.get(name, 0):g} {name}" for name in ("GPU", "CPU"))
 
     return (
-        f"the cluster has {shown(ray.cluster_resources())}, and {shown(ray.available_resources())} "
-        "of them are free: lower cluster.gpu_per_node and explorer.rollout_model.engine_num, or "
-        "wait until others have left"
+        f"the cluster has {shown(ray.cluster_resources())}, of which "
+        f"{shown(ray.available_resources())} are free: lower cluster.gpu_per_node and "
+        "explorer.rollout_model.engine_num, or wait until others have finished"
     )

@@ -1,11 +1,10 @@
-"""What somebody who looks at a run on Trinity-RFT would do: show each step, end what is stuck, and
-say why.
+"""Monitor a run on Trinity-RFT: show each step, end a run that is stuck, and say why.
 
-Trinity-RFT's processes wait for each other, each with a time limit of its own of half an hour and
-more. Three of these waits cannot end well and are seen here at once: an actor has died, the
-rollouts give nothing to learn from, and the explorer waits for weights which the trainer cannot
-make because rollouts failed and its batch is not full. The last one is no failure: the explorer is
-told to go on. What the dead said last is in Ray's and in Trinity-RFT's logs.
+Trinity-RFT's processes wait for each other, each with a time limit of half an hour or more. Three
+of these waits cannot end well and are detected here at once: an actor has died; the rollouts give
+nothing to learn from; and the explorer waits for weights which the trainer cannot make, because
+failed rollouts left its batch incomplete. The last one is no failure: the explorer is told to
+continue. The last output of dead actors is in Ray's and in Trinity-RFT's logs.
 """
 
 from __future__ import annotations
@@ -43,20 +42,20 @@ class NothingToLearn(TrainingError):
 
 @dataclass(eq=False)
 class Watch:
-    """Looks at one start of a run.
+    """Monitors one start of a run.
 
     Attributes:
-        config: As Trinity-RFT's check left it.
+        config: After Trinity-RFT's check.
         progress: The run's reports.
-        journal: What the workers say.
-        console: Where people look.
-        metrics: `metrics.jsonl`; each step that is done is added to it.
-        patience: Steps without anything to learn from before the run ends, or is warned of where an
-            earlier step had something; `tuner.signal_patience`.
-        deaths: Gives the actors that died.
-        synchronizer: Lets the explorer go on; None where no weights are exchanged or nobody can be
-            told to go on.
-        call_settings: Those that cut calls off and read their tool calls.
+        journal: The workers' records.
+        console: The output.
+        metrics: `metrics.jsonl`; each finished step is appended.
+        patience: Steps without anything to learn from before the run ends, or before a warning if
+            an earlier step had something; `tuner.signal_patience`.
+        deaths: Returns the dead actors.
+        synchronizer: Lets the explorer continue; None if no weights are exchanged or that is not
+            possible.
+        call_settings: Settings that cut calls off and parse their tool calls.
     """
 
     config: Config
@@ -85,12 +84,7 @@ class Watch:
         self._short_since: int | None = None
 
     def look(self) -> None:
-        """Once around.
-
-        Raises:
-            FunctionError: A function returned something of the wrong type.
-            TrainingError: An actor has died, or there is nothing to learn; says which and why.
-        """
+        """Check once; raises FunctionError or TrainingError if the run must end."""
         self.journal.raise_reason()
         self.say()
         self._check_signal()
@@ -103,7 +97,7 @@ class Watch:
             self._let_go_on(self.synchronizer)
 
     def say(self) -> None:
-        """Show the steps that were done since the last time, and add them to `metrics.jsonl`."""
+        """Show newly finished steps, and append them to `metrics.jsonl`."""
         if self.config.mode == "serve" and not self._said["explorer"]:
             url = server_url(self.config)
             if url and answers(url):
@@ -120,7 +114,7 @@ class Watch:
         self._show_rollouts(max(self._said[role], default=0) + 1)
 
     def _show_rollouts(self, step: int) -> None:
-        """The bar of the step that is being collected, on a terminal."""
+        """Show the bar of the step in progress, on a terminal."""
         config = self.config
         total = int(config.buffer.batch_size * config.algorithm.repeat_times)
         if step != self._shown:
@@ -157,12 +151,12 @@ class Watch:
         self._ended = ended
 
     def _after(self, traces: Sequence[Trace]) -> SignalHistory:
-        """What the run had to learn from, with one more step of these traces."""
+        """The signal history with one more step of these traces."""
         signal = float(self.progress.signal(traces))
         return self._signal.after({**rollout_metrics(traces), "signal": signal})
 
     def _kept(self) -> str:
-        """Where the latest weights are that Trinity-RFT saved, and how the run resumes."""
+        """Location of Trinity-RFT's latest saved weights, and how the run resumes."""
         checkpoint = latest_checkpoint(self.metrics.parent)
         if checkpoint is None:
             return ". Trinity-RFT had saved no checkpoint (trainer.save_interval)"
@@ -172,7 +166,7 @@ class Watch:
         )
 
     def _let_go_on(self, synchronizer: Synchronizer) -> None:
-        """Let the explorer go on where it waits for weights that the trainer has no batch for."""
+        """Let the explorer continue if it waits for weights that the trainer has no batch for."""
         batch = int(self.config.buffer.train_batch_size)
         trained = len(self.progress.trained_steps()) - self._trained_before
         there = self.progress.experiences() - self._handed_before - trained * batch
@@ -180,11 +174,11 @@ class Watch:
         if there >= batch or not synchronizer.explorer_waits():
             self._short_since = None
         elif self._short_since != step:
-            self._short_since = step  # a report may be late; look once more before acting on it
+            self._short_since = step  # a report may be late; check once more before acting on it
         else:
             logger.warning(
-                "step %d: rollouts that failed leave the trainer with %d of %d experiences; more "
-                "are collected with the weights that are there",
+                "step %d: failed rollouts leave the trainer with %d of %d experiences; more "
+                "are collected with the current weights",
                 step,
                 there,
                 batch,
@@ -194,7 +188,7 @@ class Watch:
 
 
 class Synchronizer:
-    """The two things that are asked of Trinity-RFT's synchronizer."""
+    """The two calls to Trinity-RFT's synchronizer."""
 
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
@@ -204,11 +198,11 @@ class Synchronizer:
         return bool(self._ask("explorer_requires_sync"))
 
     def let_explorer_go_on(self) -> None:
-        """Tell it that there are none."""
+        """Tell it that there are no new weights."""
         self._ask("notify_no_new_model_state_dict")
 
     def _ask(self, method: str) -> Any:
-        """The method's answer; None where it takes long, and is asked again the next time."""
+        """The method's answer; None if it takes long, and the next call asks again."""
         import ray
 
         try:
@@ -220,7 +214,8 @@ class Synchronizer:
 
 
 def synchronizer_of(config: Config) -> Synchronizer | None:
-    """How the explorer is let go on; with NCCL, Trinity-RFT does it after its `sync_timeout`."""
+    """Access to the synchronizer; None with NCCL, where Trinity-RFT continues after its
+    `sync_timeout`."""
     from trinity.common.constants import SyncMethod
 
     by_nccl = config.synchronizer.sync_method == SyncMethod.NCCL
@@ -230,20 +225,20 @@ def synchronizer_of(config: Config) -> Synchronizer | None:
 
 _LINES = 20
 _PID = re.compile(r"\(pid=(\d+)[,)]")
-# What ends an actor that nobody needs or that we ended: no failure.
+# Ends of actors that nobody needs or that we ended: no failure.
 _ON_PURPOSE = ("RAY_KILL", "OUT_OF_SCOPE", "REF_DELETED", "OWNER_DIED")
 
 
 @dataclass(frozen=True)
 class Death:
-    """An actor that ended and was not meant to.
+    """An actor that ended unintentionally.
 
     Attributes:
-        name: Its name, or its class where it has none.
+        name: Its name, or its class if it has none.
         pid: Its process.
         node: Address of its machine.
-        cause: Ray's words, on one line.
-        quote: The last lines of what its process printed, where they can be read.
+        cause: Ray's message, on one line.
+        quote: The last lines of its output, if they can be read.
     """
 
     name: str
@@ -258,11 +253,11 @@ class Death:
 
 
 def deaths(session: Path | None, keep: Path) -> list[Death]:
-    """The actors of this process's job that died of themselves, the first of them first.
+    """Actors of this process's job that died by themselves, in order of death.
 
     Args:
-        session: Ray's session folder, where it is on this machine; what the dead printed is there.
-        keep: Where that is copied to, a file per actor; the session's folder ends with the cluster.
+        session: Ray's session folder, if it is on this machine; has the output of the dead actors.
+        keep: Folder for copies of it, a file per actor; the session's folder ends with the cluster.
     """
     import ray
     from ray._private.state import actors
@@ -290,13 +285,13 @@ def _death(info: Mapping[str, Any], session: Path | None, keep: Path) -> Death:
 
 
 def printed_by(said: str, session: Path | None, keep: Path) -> str:
-    """The last lines of what processes printed that errors of Ray's name, as in `(pid=123, ip=...`:
-    an actor whose call failed may live on, and the cause be in the output of a child of it. What a
-    dead actor printed is kept and quoted with its death.
+    """The last output of processes named in errors of Ray, such as `(pid=123, ip=...`: an actor
+    whose call failed may live on, and the cause may be in the output of its child. The
+    output of a dead actor is kept and quoted with its death.
 
     Args:
         said: The errors.
-        session, keep: As for `deaths`.
+        session, keep: Like for `deaths`.
     """
     named = dict.fromkeys(int(pid) for pid in _PID.findall(said))
     pids = [pid for pid in named if not any(keep.glob(f"*_{pid}.*"))]
@@ -304,7 +299,7 @@ def printed_by(said: str, session: Path | None, keep: Path) -> str:
 
 
 def _kept(name: str, pid: int, session: Path | None, keep: Path) -> list[str]:
-    """Copy what a process printed; its last lines."""
+    """Copy a process's output; returns its last lines."""
     quotes: list[str] = []
     if session is None or not pid:
         return quotes
@@ -319,7 +314,7 @@ def _kept(name: str, pid: int, session: Path | None, keep: Path) -> list[str]:
 
 
 def _end(path: Path) -> list[str]:
-    """The last lines of a file with its name above them; empty where it says nothing."""
+    """The last lines of a file with its name above them; empty if the file is."""
     text = path.read_text(encoding="utf-8", errors="replace")
     # Ray begins each file with lines like ":job_id:01000000" for itself.
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith(":")]
@@ -327,7 +322,7 @@ def _end(path: Path) -> list[str]:
 
 
 def _cause(cause: Any) -> str | None:
-    """Why an actor died; None where that was meant."""
+    """Cause of an actor's death; None if it was intended."""
     kind = cause.WhichOneof("context")
     if kind is None:
         return None
@@ -347,7 +342,7 @@ def _cause(cause: Any) -> str | None:
 
 
 def _one_line(text: str) -> str:
-    """Ray's words without what it guesses of the causes."""
+    """Ray's message without its guesses at causes."""
     return " ".join(text.partition("Some common causes")[0].split())
 
 
@@ -356,11 +351,11 @@ _LONGEST = 30
 
 
 def last_errors(folder: Path, *, newer_than: float = 0.0) -> str:
-    """The end of the last error in each log, most recent log first; empty where there is none.
+    """The end of the last error in each log, most recent log first; empty if there is none.
 
     Args:
         folder: `<run directory>/log`.
-        newer_than: Unix time; logs that were not written since are those of another run.
+        newer_than: Unix time; logs last written before belong to another run.
     """
     parts = []
     logs = [path for path in folder.rglob("*.log") if path.stat().st_mtime >= newer_than]
@@ -381,16 +376,16 @@ def _last_error(path: Path) -> list[str]:
 
 
 def advice(said: str, config: Config) -> Iterator[str]:
-    """What to try, from what an error says."""
+    """Advice for an error message."""
     if "OutOfMemory" in said or "out of memory" in said or "unexpectedly exits" in said:
         yield (
-            "Where memory ran out (of a killed process the kernel's log says so): lower "
+            "If memory ran out (the kernel's log names killed processes): lower "
             "trainer.max_token_len_per_gpu, explorer.rollout_model.gpu_memory_utilization, or "
             "model.max_model_len."
         )
     if "wait_new_model_state_dict" in said or "TimeoutError" in said:
         yield (
-            "Where one of the two waited for the other longer than it may: raise "
+            "If one of the two waited too long for the other: raise "
             f"synchronizer.sync_timeout ({config.synchronizer.sync_timeout} s), "
             "explorer.max_timeout or buffer.trainer_input.experience_buffer.max_read_timeout "
             f"({config.buffer.trainer_input.experience_buffer.max_read_timeout} s)."

@@ -1,8 +1,8 @@
 """The cluster that Ray's workers run on.
 
-It is one by its address, or one of our own that ends with the run. Never whatever cluster happens
-to run on this machine: `address="auto"`, Ray's and Trinity-RFT's default, would join it. A cluster
-of our own asks for a token that only this process and its children know.
+It is a cluster at a given address, or our own, which ends with the run. It is never a cluster that
+happens to run on this machine: `address="auto"`, Ray's and Trinity-RFT's default, would join it.
+Our own cluster requires a token that only this process and its children know.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ logger = logging.getLogger("tuner")
 
 LOCAL = "local"
 _STARTS = 3
-# Trinity-RFT's actors each ask for a CPU, and mostly wait.
+# Trinity-RFT's actors each request a CPU, and mostly wait.
 FEWEST_CPUS = 8
-# Ray makes a cluster of our own ask for a token unless RAY_AUTH_MODE says otherwise, and keeps the
+# Ray makes our own cluster require a token unless RAY_AUTH_MODE says otherwise, and keeps the
 # first one it sees: one for the life of this process.
 _TOKEN = secrets.token_hex(32)
 _OWN = {"RAY_AUTH_TOKEN": _TOKEN, "RAY_USAGE_STATS_ENABLED": "0"}
@@ -42,7 +42,7 @@ class Cluster:
 
     Attributes:
         address: `host:port`.
-        session: The folder with what its processes print, where that is on this machine.
+        session: The folder with the output of its processes, if it is on this machine.
     """
 
     address: str
@@ -50,19 +50,16 @@ class Cluster:
 
 
 def is_own(tree: Mapping[str, Any]) -> bool:
-    """Whether the run starts a cluster of its own: `cluster.ray_address` is not set, or `local`."""
+    """Whether the run starts its own cluster: `cluster.ray_address` is not set, or `local`."""
     return bool(lookup(tree, "cluster.ray_address", LOCAL) == LOCAL)
 
 
 def with_sizes(tree: dict[str, Any], *, device: str) -> dict[str, Any]:
-    """The configuration with this machine's GPUs counted, for a cluster of our own.
+    """The configuration with the number of this machine's GPUs, for a cluster of our own.
 
     Args:
         tree: Trinity-RFT's YAML.
-        device: `tuner.device`; `cpu` takes the declared GPUs as mere numbers.
-
-    Raises:
-        ConfigError: More is declared than there is, or nothing is there or declared.
+        device: `tuner.device`; with `cpu` the declared GPUs are mere numbers.
     """
     if not is_own(tree):
         return tree
@@ -73,37 +70,33 @@ def with_sizes(tree: dict[str, Any], *, device: str) -> dict[str, Any]:
     declared = cluster.get("gpu_per_node") or found
     if (cluster.get("node_num") or 1) != 1:
         raise ConfigError(
-            f"cluster.node_num is {cluster['node_num']}, but cluster.ray_address is not set: a "
-            "cluster of several machines is started with `ray start`; set its address"
+            f"cluster.node_num is {cluster['node_num']}, but cluster.ray_address is not set: "
+            "start a cluster of several machines with `ray start`, and set its address"
         )
     if not declared:
         raise ConfigError(
-            "Trinity-RFT needs GPUs and this machine has none: set cluster.ray_address to a "
-            "cluster that has, or tuner.backend to local"
+            "Trinity-RFT needs GPUs, and this machine has none: set cluster.ray_address to a "
+            "cluster with GPUs, or tuner.backend to local"
         )
     if device != "cpu" and declared > found:
         raise ConfigError(
             f"cluster.gpu_per_node is {declared}, but this machine has {found}: lower it, or set "
-            "cluster.ray_address to a cluster that has more"
+            "cluster.ray_address to a cluster with more"
         )
     return {**tree, "cluster": {**cluster, "node_num": 1, "gpu_per_node": int(declared)}}
 
 
 @contextmanager
 def joined(address: str, *, gpus: int, namespace: str, env: Mapping[str, str]) -> Iterator[Cluster]:
-    """Ray for the time of the block, from this process.
+    """Connect this process to Ray inside the block.
 
-    A cluster of our own ends with the block, or with this process if that is killed.
+    Our own cluster ends with the block, or with this process if that is killed.
 
     Args:
-        address: `host:port`, or "local" for a cluster of our own, which ends with the block.
-        gpus: GPUs of a cluster of our own.
-        namespace: Where the run's actors live.
-        env: Environment of the workers, besides what they have.
-
-    Raises:
-        ConfigError: There is no cluster at the address, or this process is in one already.
-        TrainingError: Ray did not start on this machine.
+        address: `host:port`, or "local" for our own cluster.
+        gpus: GPUs of our own cluster.
+        namespace: Namespace of the run's actors.
+        env: Additional environment variables of the workers.
     """
     import ray
 
@@ -137,12 +130,12 @@ def _own_cluster(gpus: int, **options: Any) -> Iterator[Cluster]:
 
     with ExitStack() as stack:
         for attempt in range(1, _STARTS + 1):
-            # Unix sockets live below it, and their paths are short or refused.
+            # Unix sockets are below it, and long paths of these are rejected.
             folder = Path(tempfile.mkdtemp(prefix="tr"))
             try:
                 with ExitStack() as guard:
                     os.environ[MARK] = guard.enter_context(guarded(folder))
-                    # Inherited by all that Ray starts.
+                    # Inherited by all processes that Ray starts.
                     guard.callback(os.environ.pop, MARK, None)
                     context = ray.init(
                         address="local",
@@ -156,11 +149,11 @@ def _own_cluster(gpus: int, **options: Any) -> Iterator[Cluster]:
                     stack.push(guard.pop_all())
                 break
             except Exception as error:
-                # Ray gives its own servers half a minute, which on a busy machine is not enough.
+                # Ray gives its own servers half a minute, which is not enough on a busy machine.
                 if attempt == _STARTS:
                     raise TrainingError(
                         f"no Ray cluster could be started on this machine: {error} (tried "
-                        f"{_STARTS} times; is it very busy, or without memory or disk in "
+                        f"{_STARTS} times; is it very busy, or out of memory or disk space in "
                         f"{tempfile.gettempdir()}?)"
                     ) from error
                 logger.warning("Ray did not start (%s); trying again", error)

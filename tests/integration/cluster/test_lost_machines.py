@@ -91,7 +91,7 @@ def lose(run: Run, driver: subprocess.Popen, number: int) -> str:
     said = run.ended(driver)
     print(f"the run ended {time.monotonic() - begun:.0f} s after machine {number} did")
     assert driver.returncode == 1, said
-    assert "TrainingError: Trinity-RFT ended before its time" in said
+    assert "TrainingError: Trinity-RFT ended early" in said
     assert f"on 10.77.0.{number}) died: " in said
     assert "The run is in" in said
     # Another machine takes its place.
@@ -115,7 +115,7 @@ def test_a_run_that_loses_machines_says_which_and_trains_every_step_once(three, 
     assert place_of("rollout_model") in MACHINES
     assert place_of("WorkerDict") in MACHINES
     said = lose(run, driver, place_of("rollout_model"))
-    assert "the same command goes on after step 1" in said
+    assert "the same command resumes after step 1" in said
     before = {step: run.recorded(step) for step in (1, 2)}
     assert [len(found) for found in before.values()] == [4, 2]
 
@@ -124,7 +124,7 @@ def test_a_run_that_loses_machines_says_which_and_trains_every_step_once(three, 
     driver = run.start()
     run.wait(driver, lambda: "Sample data for step 2 finished" in run.log("trainer"))
     said = lose(run, driver, place_of("WorkerDict"))
-    assert "goes on after step" in said
+    assert "resumes after step" in said
 
     # In a sync: the machine that generates, while it is to take over the weights of a step.
     begun = run.checkpoint()
@@ -137,7 +137,7 @@ def test_a_run_that_loses_machines_says_which_and_trains_every_step_once(three, 
     driver = run.start()
     said = run.ended(driver, minutes=20)
     assert driver.returncode == 0, said
-    assert "going on after step" in said
+    assert "resuming after step" in said
     check_whole(run, before)
     result = json.loads((run.run_dir / "result.json").read_text())["tokens"]
     assert result["sampled"] == result["trained"] + sum(result["dropped"].values())

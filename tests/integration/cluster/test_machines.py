@@ -115,15 +115,15 @@ def test_what_a_machine_lacks_is_named_before_anything_starts(poor, agent):
             require_alike(needed, alive())
         lines = str(caught.value).splitlines()[1:]
         assert all(line.startswith("- 10.77.0.3: ") for line in lines)
-        assert f"{poor.shared / 'run'} is not the folder that it is here" in lines[0]
-        assert "set checkpoint_root_dir to a disk that every machine sees" in lines[0]
-        assert "trinity-rft 0.6.0 is here, and there is none of it" in lines[1]
-        assert f"model.model_path is {TINY}, which is not there" in lines[2]
+        assert f"{poor.shared / 'run'} is not the same folder as here" in lines[0]
+        assert "set checkpoint_root_dir to a disk that every machine mounts" in lines[0]
+        assert "trinity-rft 0.6.0 is here, but none of it is there" in lines[1]
+        assert f"model.model_path is {TINY}, which is missing there" in lines[2]
         assert "the judge cannot be loaded" in lines[3]
         assert len(lines) == 4
 
     # A run is refused by the same words, and has started nothing.
-    with pytest.raises(ConfigError, match=r"(?s)10\.77\.0\.3.*is not the folder that it is here"):
+    with pytest.raises(ConfigError, match=r"(?s)10\.77\.0\.3.*is not the same folder as here"):
         tune(agent.workflow, agent.judge, ROWS, backend="trinity", experiment_name="refused",
              overrides=settings(poor))  # fmt: skip
     run_dir = poor.shared / "runs" / "AgentScope" / "refused"
@@ -151,7 +151,8 @@ def test_check_asks_the_cluster_and_says_what_would_be_where(two, agent):
     assert "10.77.0.2: 8 CPUs, 1 GPUs" in verdict.text
     assert "training on 1 machine(s), 1 GPUs of each" in verdict.text
     assert (
-        "NOT READY: an engine takes 1 GPUs of one machine beside training's 1 x 1" in verdict.text
+        "NOT READY: an engine takes 1 GPUs of one machine in addition to training's 1 x 1"
+        in verdict.text
     )
     explored = check(two, agent, "mode=explore")
     assert explored.ready, explored.text

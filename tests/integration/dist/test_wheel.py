@@ -78,7 +78,7 @@ def test_the_command_is_there(installed: Path, tmp_path: Path) -> None:
 
 def test_a_folder_begins_with_the_templates_of_the_wheel(installed: Path, tmp_path: Path) -> None:
     printed = run(installed, "tuner", "init", "agent", "--template", "queue", folder=tmp_path)
-    assert printed.endswith("Begin with: python agent/main.py\n")
+    assert printed.endswith("Start with: python agent/main.py\n")
     assert (tmp_path / "agent" / "data" / "train.jsonl").is_file()
     assert "MathEnvironment" in (tmp_path / "agent" / "config.yaml").read_text("utf-8")
     run(installed, "tuner", "init", "real", "--template", "real", folder=tmp_path)

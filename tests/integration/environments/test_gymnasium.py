@@ -113,7 +113,7 @@ def test_what_was_made_of_an_id_is_made_again():
     found = brought(lake)
     assert isinstance(found, Gymnasium)
     assert found._made().env.unwrapped.desc.shape == (4, 4)
-    with pytest.raises(ConfigError, match="was not made of a registered id"):
+    with pytest.raises(ConfigError, match="was not made from a registered id"):
         tune(environment=Talk())
 
 
@@ -166,7 +166,7 @@ def test_turns_have_a_limit(train):
     [
         ("reset", "workflow_error", "OSError: no board"),
         ("step", "workflow_error", "ValueError: the piece fell"),
-        ("answer", "workflow_error", "returned 'only an observation'; it returns"),
+        ("answer", "workflow_error", "returned 'only an observation'; it must return"),
         ("nan", "invalid_reward", "nan"),
         ("hangs", "timeout", "no result within"),
     ],
@@ -190,7 +190,7 @@ def test_an_environment_that_breaks_is_an_outcome(train, breaks, outcome, said):
     [
         ("Nowhere-v0", {}, "cannot be made"),
         ("CartPole-v1", {"make_args": {"nonsense": 1}}, "cannot be made: TypeError"),
-        ("Pendulum-v1", {}, "which no text is: pass read_action"),
+        ("Pendulum-v1", {}, "which are not text: pass read_action"),
         ("FrozenLake-v1", {"agent": "nowhere.py:play"}, "there is no file"),
         ("FrozenLake-v1", {"agent": len}, "must be async"),
     ],

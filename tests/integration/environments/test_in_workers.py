@@ -107,7 +107,7 @@ def test_openenv_starts_a_server_for_each_worker(left_by_workers, tmp_path):
 
 def test_a_server_at_one_place_is_not_started_by_each_worker():
     environment = OpenEnv("http://127.0.0.1:9", command=["server"])
-    with pytest.raises(ConfigError, match=r"tuner\.workers is 2, and each.*leave url out"):
+    with pytest.raises(ConfigError, match=r"tuner\.workers is 2, and each.*remove url"):
         prepare(environment=environment, overrides=["tuner.workers=2"])
 
 

@@ -420,7 +420,7 @@ async def test_a_server_that_others_fill_is_not_waited_for_for_ever():
     with served(Letters, Answer, sessions=1) as url:
         async with GenericEnvClient(base_url=url) as other:
             await other.reset()
-            with pytest.raises(ConnectionError, match="has no session left"):
+            with pytest.raises(ConnectionError, match="has no free session"):
                 await output_of(OpenEnv(url, connect_timeout=0.3), {}, "42")
 
 

@@ -90,7 +90,7 @@ def test_what_stops_an_agent_early_is_in_the_feedback(train):
         ("the reward is None", "judge_error", "TaskError"),
         ("the reward is NaN", "invalid_reward", "nan"),
         ("the reward raises", "judge_error", "no reward for this"),
-        ("scoring never ends", "judge_timeout", "verifiers' own limit for scoring"),
+        ("scoring never ends", "judge_timeout", "verifiers' own time limit for scoring"),
         ("setup raises", "workflow_error", "TaskError: task setup: OSError: no room"),
         ("the program fails", "workflow_error", "out of luck"),
         ("the program never ends", "timeout", "no result within"),
@@ -217,5 +217,5 @@ def test_what_cannot_be_trained_is_refused_by_name(config, said):
 
 def test_a_taskset_alone_has_no_agent():
     taskset = vf.load_taskset(vf.resolve_env_config(HERE).taskset)
-    with pytest.raises(ConfigError, match="Cases is a taskset alone, without an agent"):
+    with pytest.raises(ConfigError, match="Cases is only a taskset, without an agent"):
         tune(environment=taskset)

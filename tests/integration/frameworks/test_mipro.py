@@ -172,7 +172,7 @@ def test_a_proposer_that_fails_ends_the_search_and_is_named(tmp_path):
 def test_a_proposer_that_does_not_keep_to_the_form_is_named(tmp_path):
     with (
         chat_server(lambda _: "I would rather not.") as server,
-        pytest.raises(TrainingError, match="form that DSPy asks for"),
+        pytest.raises(TrainingError, match="form that DSPy requires"),
     ):
         search(server, tmp_path)
 

@@ -58,14 +58,14 @@ def test_missing_gpus_are_named_after_trinitys_check_has_passed(check):
 @pytest.mark.parametrize(
     ("overrides", "error", "text"),
     [
-        (["mode=bench"], ConfigError, "there is nothing to evaluate on"),
+        (["mode=bench"], ConfigError, "nothing to evaluate on"),
         (["mode=benches"], ConfigError, "mode is benches: Trinity-RFT has both, colocate"),
         (["mode=train"], FunctionError, "mode train runs no rollouts"),
         (["buffer.batch_size=9"], DatasetError, "8 rows but batch_size is 9"),
-        (["explorer.rollout_model.engine_num=8"], ConfigError, "Trinity-RFT refuses"),
+        (["explorer.rollout_model.engine_num=8"], ConfigError, "Trinity-RFT rejects"),
         (["algorithm.algorithm_type=raft"], ConfigError, "algorithm_type is raft"),
         (["mode=bench", "explorer.bench_on_latest_checkpoint=true"], ConfigError,
-         "asks for global_step_0"),
+         "looks for global_step_0"),
     ],
 )  # fmt: skip
 def test_what_would_be_refused_is_refused_with_its_reason(check, overrides, error, text):

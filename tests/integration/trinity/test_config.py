@@ -251,7 +251,7 @@ def test_all_problems_are_reported_together_with_where_they_are(tmp_path):
 
 
 def test_trinitys_own_message_is_quoted(trinity):
-    with pytest.raises(ConfigError, match=r"refuses this configuration: ValueError.*GPU"):
+    with pytest.raises(ConfigError, match=r"rejects this configuration: ValueError.*GPU"):
         trinity("explorer.rollout_model.engine_num=8")
 
 

@@ -103,11 +103,11 @@ def test_a_run_that_loses_its_driver_trainer_and_engine_trains_every_step_once(k
     os.kill(trainer, signal.SIGKILL)
     said = killed.ended(driver)
     assert driver.returncode == 1
-    assert "going on after step 1" in said
-    assert "TrainingError: Trinity-RFT ended before its time: 1 of 4 steps were trained" in said
+    assert "resuming after step 1" in said
+    assert "TrainingError: Trinity-RFT ended early: 1 of 4 steps were trained" in said
     assert f"the actor trainer (process {trainer} on " in said
     assert "It printed last:" in said
-    assert "the same command goes on after step 1" in said
+    assert "the same command resumes after step 1" in said
     assert none_is_left(killed.name)
     assert killed.recorded(2) == before[2]
     assert len(handed_over(killed.run_dir)) >= handed
@@ -123,7 +123,7 @@ def test_a_run_that_loses_its_driver_trainer_and_engine_trains_every_step_once(k
     said = killed.ended(driver)
     assert driver.returncode == 1
     assert f"the actor explorer_rollout_model_0_0 (process {engine} on " in said
-    assert "the same command goes on after step 2" in said
+    assert "the same command resumes after step 2" in said
     assert none_is_left(killed.name)
     before[3] = killed.recorded(3)
     assert len(before[3]) == 2
@@ -133,7 +133,7 @@ def test_a_run_that_loses_its_driver_trainer_and_engine_trains_every_step_once(k
     driver = killed.start()
     said = killed.ended(driver, minutes=40)
     assert driver.returncode == 0
-    assert "going on after step 2" in said
+    assert "resuming after step 2" in said
     assert "2 recorded rollouts are trained again" in said
     assert none_is_left(killed.name)
     check_whole(killed, before)

@@ -299,7 +299,7 @@ def test_an_adapter_is_trained_and_sampled_from(root):
 
 
 def test_a_benchmark_without_checkpoints_is_refused_before_ray_starts(tmp_path):
-    with pytest.raises(ConfigError, match="holds no checkpoint"):
+    with pytest.raises(ConfigError, match="has no checkpoint"):
         tune(
             two_turns,
             by_length,

@@ -60,7 +60,7 @@ async def test_a_completion_is_what_the_service_sampled(make_engine):
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("tinker://run/sampler_weights/latest", "does not say of which step"),
+        ("tinker://run/sampler_weights/latest", "does not contain the number of its step"),
         ("tinker://run/sampler_weights/x-sampler-9", "there are no weights"),
     ],
 )

@@ -81,14 +81,14 @@ async def waiting(runner, count):
     await asyncio.wait(tasks)
 
 
-class ByHttp(Placing):
+class ByPort(Placing):
     """Processes of this machine that reach the gateway as those of other machines do."""
 
     def __init__(self):
         super().__init__("nowhere:0", RaySection(gateway="127.0.0.1"))
 
-    def worker(self, setup, doors, on_end):
-        return WorkerProcess(setup, doors, on_end)
+    def worker(self, setup, on_end):
+        return WorkerProcess(setup, on_end)
 
     def joined(self):
         return contextlib.nullcontext()

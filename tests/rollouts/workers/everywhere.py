@@ -2,15 +2,14 @@
 
     pytest -p tests.rollouts.workers.everywhere tests/loop tests/rollouts
 
-What a test asks of a session itself, as a chat model or a client of it, goes over the line of a
-worker, too: `Beside`. Tests that cannot pass so are in `LEFT_OUT`, each with its reason.
+What a test asks of a session itself, as a chat model or a client of it, goes the way of a worker,
+too: `Beside`. Tests that cannot pass so are in `LEFT_OUT`, each with its reason.
 """
 
 import asyncio
-import socket
+import json
 import sys
-import threading
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from weakref import WeakKeyDictionary
@@ -18,12 +17,11 @@ from weakref import WeakKeyDictionary
 import pytest
 
 from tests.kit import forked
-from tuner.gateway import Session
+from tuner.gateway import Session, session_api
+from tuner.gateway.session_api import RemoteSession
 from tuner.rollouts import RolloutRunner, chat_models
 from tuner.rollouts import worker_pool as pool
-from tuner.rollouts.any_worker import Worker
 from tuner.rollouts.worker_pool import Pool
-from tuner.rollouts.worker_session import Ask, Line, Opened, RemoteSession
 from tuner.runs import stack
 
 COUNT = 2
@@ -168,67 +166,34 @@ forked._forked = _forked
 # Sessions that a test gives to an agent itself.
 
 
-class _Line(Line):
-    """The end of it is not that of the process."""
-
-    def _listen(self, hear):
-        with suppress(EOFError):
-            super()._listen(hear)
-
-    def _received(self):
-        if data := self._socket.recv(1 << 18):
-            return data
-        raise EOFError
-
-    def tell(self, session, what, *arguments):
-        """Who tests looks at once, and not after the worker's next message."""
-        self.ask(session, what, *arguments)
-
-
-class Beside(Worker):
-    """A worker in this process: what an agent asks of its session goes over the line."""
-
-    name, pid = "a worker beside", 0
+class Beside(RemoteSession):
+    """A session of this process as a worker would have it: its calls go by HTTP. Who asks it waits
+    in the gateway's own event loop, so that what is asked is answered at once."""
 
     def __init__(self, session):
-        super().__init__([session.host], lambda worker: None)
-        self._socket, there = socket.socketpair()
-        self.sessions[0] = session
-        line = _Line(there)
-        line.listen(lambda message: None)
-        threading.Thread(target=self._listen, daemon=True).start()
-        scripted = session.script is not None
-        known = session.id, session.key, session.model_name, session.max_model_len
-        self.session = RemoteSession(line, Opened(0, 0, *known, session.keeps_calls, scripted))
+        self._session = session
+        self.sharing = ExitStack()
+        super().__init__(self.sharing.enter_context(session_api.shared(session)))
 
-    def _listen(self):
-        while data := self._socket.recv(1 << 18):
-            for message in self._frames.added(data):
-                if isinstance(message, Ask):  # whoever asks keeps the event loop meanwhile
-                    self._hear(message)
-                else:
-                    self._loop.call_soon_threadsafe(self._hear, message)
-
-    def _send(self, data):
-        self._socket.sendall(data)
-
-    def _kill(self):
-        self._socket.shutdown(socket.SHUT_RDWR)
-
-    def _how(self):
-        return "has ended"
+    def ask(self, operation, /, **arguments):
+        path, body = session_api.PATH + operation, json.dumps(arguments).encode()
+        try:
+            session_api.answer(self._session, path, body).send(None)
+        except StopIteration as ended:
+            return session_api.value_of(ended.value)
+        raise AssertionError(f"{operation} awaits")
 
 
 BESIDE = WeakKeyDictionary()
 
 
-def over_the_line(session):
+def over_http(session):
     """What a worker would have for this session."""
     if not isinstance(session, Session):
         return session
     if session not in BESIDE:
         BESIDE[session] = Beside(session)
-    return BESIDE[session].session
+    return BESIDE[session]
 
 
 def _patched(owner, name):
@@ -237,7 +202,7 @@ def _patched(owner, name):
 
     @wraps(found)
     def patched(session, *given, **named):
-        return found(over_the_line(session) if _by_a_test() else session, *given, **named)
+        return found(over_http(session) if _by_a_test() else session, *given, **named)
 
     setattr(owner, name, patched)
 
@@ -248,10 +213,10 @@ _patched(chat_models, "chat_model")
 
 
 @pytest.fixture(autouse=True)
-def _workers_beside_end():
+def _sessions_beside_end():
     yield
-    for worker in list(BESIDE.values()):
-        worker._kill()
+    for session in list(BESIDE.values()):
+        session.sharing.close()
     BESIDE.clear()
 
 

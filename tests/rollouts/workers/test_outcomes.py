@@ -11,7 +11,7 @@ import pytest
 
 import tuner
 from tests.rollouts.workers import functions
-from tests.rollouts.workers.conftest import ByHttp, pool_of
+from tests.rollouts.workers.conftest import ByPort, pool_of
 from tests.rollouts.workers.functions import DOES, OUTCOMES, STOPPED_AT, judge, workflow
 from tuner.errors import FunctionError
 from tuner.gateway import SamplingDefaults
@@ -69,7 +69,7 @@ def held(gateway):
     gateway.handle = answer
 
 
-@pytest.fixture(scope="module", params=[None, ByHttp()], ids=["by the line", "by HTTP"])
+@pytest.fixture(scope="module", params=[None, ByPort()], ids=["by a socket", "by a port"])
 def both(request, make_runners):
     """The traces of all deeds here, and in two workers."""
 

@@ -106,7 +106,7 @@ def test_auto_goes_by_the_cores_that_functions_keep_busy(used, count):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("ray", r"cluster\.ray_address is None: write the cluster's address"),
+        ("ray", r"cluster\.ray_address is \w+: write the cluster's address"),
         ("ray", r"tuner\.ray\.gateway is not set: write an address of this machine"),
         ("many", "must be 0, a number of processes, auto or ray"),
         ("-1", "tuner.workers"),
@@ -165,7 +165,7 @@ def refused_by_serve(config):
     ("refuse", "why"),
     [
         (candidates._check_settings, "run the workflow and the judge in this process"),
-        (shared_run._check_settings, "the loop in the open runs agents in its own process"),
+        (shared_run._check_settings, "an explicit training loop runs agents in its own process"),
         (refused_by_serve, "runs its functions in its own process"),
     ],
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.rollouts.workers.conftest import DEFAULTS, ByHttp, pool_of
+from tests.rollouts.workers.conftest import DEFAULTS, ByPort, pool_of
 from tests.rollouts.workers.test_outcomes import told
 from tuner.areal import (
     Agent,
@@ -147,10 +147,10 @@ async def traces_of(runner, rows):
     ("make", "rows", "placing"),
     [
         (lambda: TokenWorkflow(Turns()), TURNS, None),
-        (lambda: TokenWorkflow(Turns()), TURNS, ByHttp()),
+        (lambda: TokenWorkflow(Turns()), TURNS, ByPort()),
         (by_queues, PROMPTS, None),
     ],
-    ids=["token-level by the line", "token-level by HTTP", "queues by the line"],
+    ids=["token-level by a socket", "token-level by a port", "queues by a socket"],
 )
 async def test_episodes_leave_the_same_traces_in_workers(make_runner, make, rows, placing):
     here = await traces_of(make_runner(make(), calls=4), rows)

@@ -75,7 +75,7 @@ def test_the_pages_script_selects_a_model(tmp_path):
             script.replace("http://127.0.0.1:8000/v1", server.base_url)
         )
         printed = forked.script(tmp_path / "main.py")
-    assert "small is let go after 16 tasks" in printed
+    assert "small is dropped after 16 tasks" in printed
     name, reward, cost = printed.splitlines()[-1].split()
     assert (name, reward) == ("large", "1.0")
     assert float(cost) == pytest.approx((7 * 0.4 + 1 * 1.2) / 1e6)

@@ -109,7 +109,7 @@ def test_a_search_that_stops_leaves_a_page_that_says_why(tmp_path):
         search(tmp_path, [], workflow=failing)
     page = tmp_path / "p" / "n" / "prompts.html"
     assert str(page) in "".join(raised.value.__notes__)
-    assert "no rollout of the first prompt came to a reward" in page.read_text()
+    assert "no rollout of the first prompt got a reward" in page.read_text()
     assert "nobody is there" in page.read_text()
 
 
@@ -212,4 +212,4 @@ def test_a_page_of_a_thousand_tasks_and_forty_candidates_stays_small(tmp_path):
     (tmp_path / "search.json").write_text(json.dumps(first))
     page = write_page(tmp_path).read_text()
     assert len(page) < 4_000_000
-    assert "others are left out" in page
+    assert "others are omitted" in page

@@ -256,7 +256,9 @@ async def test_candidates_that_the_tasks_cannot_tell_apart_are_named(tmp_path, c
     assert best is models[1]  # the first of equals
     assert metrics["tied"] == 1
     assert metrics["reward_low"] < metrics["reward"] < metrics["reward_high"]
-    assert "one cannot be told from two on these tasks: +0.000 [-" in capsys.readouterr().out
+    assert (
+        "one cannot be distinguished from two on these tasks: +0.000 [-" in capsys.readouterr().out
+    )
     tied = {one["name"]: one["tied"] for one in result_of(tmp_path)["candidates"]}
     assert tied == {"two": False, "one": True, "bad": False}
 
@@ -279,8 +281,8 @@ async def test_a_hopeless_candidate_is_let_go_early(tmp_path, chat_model, capsys
     assert rollouts["good"] == rollouts["fair"] == metrics["rollouts"]
     assert rollouts["good"] > 16
     printed = capsys.readouterr().out
-    assert "bad is let go after 16 tasks: -1.000 [-1.000, -1.000] against the best" in printed
-    assert "broken is let go after 16 tasks: workflow_error" in printed
+    assert "bad is dropped after 16 tasks: -1.000 [-1.000, -1.000] against the best" in printed
+    assert "broken is dropped after 16 tasks: workflow_error" in printed
 
 
 async def test_what_a_task_costs_is_said_where_prices_are_known(tmp_path, chat_model):
@@ -420,8 +422,8 @@ async def rewarded(task, model):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ([], "give a list of two models or more"),
-        ("models/tiny_math", "give a list of two models or more"),
+        ([], "give a list of two or more models"),
+        ("models/tiny_math", "give a list of two or more models"),
         ([1, 2], r"a candidate is 1 \(int\); pass a chat model of AgentScope"),
         ([MODELS / "tiny_math", MODELS / "tiny_math"], "tiny_math is given twice"),
     ],
@@ -452,9 +454,9 @@ async def test_a_judge_of_groups_is_refused(tmp_path):
 
 async def test_a_price_of_nobody_and_no_thread_at_all_are_refused(tmp_path):
     models = [MODELS / "tiny_math", MODELS / "tiny_retry"]
-    with pytest.raises(ConfigError, match="prices has qwen, and the candidates are tiny_math"):
+    with pytest.raises(ConfigError, match="prices has qwen, but the candidates are tiny_math"):
         await select(tmp_path, models, prices={"qwen": (1.0, 2.0)})
-    with pytest.raises(ConfigError, match=r"prices\['tiny_math'\] is 1.0: give money"):
+    with pytest.raises(ConfigError, match=r"prices\['tiny_math'\] is 1.0: give the prices"):
         await select(tmp_path, models, prices={"tiny_math": 1.0})
     with pytest.raises(ConfigError, match="max_threads is 0"):
         await select(tmp_path, models, max_threads=0)
@@ -468,5 +470,5 @@ def test_the_script_on_the_page_selects_a_model(tmp_path):
             script.replace("http://127.0.0.1:8000/v1", server.base_url)
         )
         printed = forked.script(tmp_path / "main.py")
-    assert "small is let go after 16 tasks" in printed
+    assert "small is dropped after 16 tasks" in printed
     assert printed.splitlines()[-1] == "large 1.0"

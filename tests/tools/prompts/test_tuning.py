@@ -110,7 +110,7 @@ def test_names_and_order_of_agentscope_are_understood(tuned):
         prompt, metrics = tuned(server, workflow=workflow, workflow_func=None)
         assert prompt == "Add one."
         assert "valset_improvement" not in metrics
-        with pytest.raises(FunctionError, match="two names of one argument"):
+        with pytest.raises(FunctionError, match="the same argument"):
             tuned(server, workflow=workflow)
 
 
@@ -240,11 +240,11 @@ def test_what_cannot_be_searched_is_refused_before_anything_is_asked(tuned, tmp_
     cases = [
         (FunctionError, "judges groups", {"judge_func": of_group}),
         (FunctionError, "system_prompt is missing", {"workflow_func": without_prompt}),
-        (ConfigError, "the workflow takes none", {"model": remote}),
+        (ConfigError, "the workflow does not take it", {"model": remote}),
         (ConfigError, "pass a TunerModelConfig", {"workflow_func": with_model, "model": "gpt"}),
         (ConfigError, "init_system_prompt is ''", {"init_system_prompt": ""}),
         (ConfigError, r"init_system_prompt\['a'\]", {"init_system_prompt": {"a": 3}}),
-        (ConfigError, "nothing else says how long", {"settings": endless}),
+        (ConfigError, "nothing else limits the search", {"settings": endless}),
         (ConfigError, "has no prices", {"settings": {"max_cost": 1.0}}),
         (ConfigError, "max_cots", {"settings": {"max_cots": 1.0}}),
         (ConfigError, "give provider/model", {"settings": unnamed}),

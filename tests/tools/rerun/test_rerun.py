@@ -33,7 +33,7 @@ def test_a_rollout_is_given_back_without_a_model(made, said):
     status, output, errors = said("rerun", run, "train-3-0-2")
     assert (status, errors) == (0, "")
     assert "an answer came: It is 5.\n" in output  # what the agent prints is seen
-    assert "all 3 calls were given back, as recorded" in output
+    assert "all 3 calls were replayed, as recorded" in output
     assert "answer  'yes' as recorded" in output
     assert "reward  1 as recorded" in output
     assert agents.DID == ["add 2 3"]  # the tool ran again, and what is recorded did not
@@ -43,7 +43,7 @@ def test_a_blocking_client_over_http(made, said):
     run = made("plain", texts=["one", "two"])
     status, output, _ = said("rerun", run, "train-3-0-2-1")
     assert status == 0
-    assert "all 2 calls were given back" in output
+    assert "all 2 calls were replayed" in output
     assert "answer  'one two' as recorded" in output
     assert agents.DID == ["plain"]
 
@@ -53,7 +53,7 @@ def test_an_agent_of_agentscope_with_tools(made, said):
     run = made("react", kind="agentscope1", texts=[agents.call(2, 3), "It is 5, yes."])
     status, output, _ = said("rerun", run, "train-3-0-2")
     assert status == 0
-    assert "all 2 calls were given back" in output
+    assert "all 2 calls were replayed" in output
     assert agents.DID == ["add 2 3"]
     agents.CLOCK[0] = "10:42"
     status, output, _ = said("rerun", run, "train-3-0-2")
@@ -66,7 +66,7 @@ def test_an_agent_of_agentscope_with_tools(made, said):
 def test_it_ends_where_a_call_is_asked_for(call, done, made, said):
     status, output, _ = said("rerun", made(), "train-3-0-2", "--until", call)
     assert status == 0
-    assert f"train-3-0-2: call {call} of 3 is asked for, as recorded; it ends here" in output
+    assert f"train-3-0-2: call {call} of 3 was requested, as recorded; stopped" in output
     assert "answer  " not in output
     assert done == agents.DID if call < 3 else [*done, "price pen"]
 
@@ -74,7 +74,7 @@ def test_it_ends_where_a_call_is_asked_for(call, done, made, said):
 def test_a_blocking_agent_ends_there_too(made, said):
     status, output, _ = said("rerun", made("plain"), "train-3-0-2", "--until", 2)
     assert status == 0
-    assert "call 2 of 2 is asked for" in output
+    assert "call 2 of 2 was requested" in output
     assert agents.DID == []
 
 
@@ -83,7 +83,7 @@ def test_a_call_behind_the_point_may_be_asked_for_first(made, said, monkeypatch)
     monkeypatch.setattr(agents, "PAIR", ["second", "first"])
     status, output, _ = said("rerun", run, "train-3-0-2", "--until", 1)
     assert status == 0
-    assert "call 1 of 2 is asked for" in output
+    assert "call 1 of 2 was requested" in output
     assert agents.DID == ["asks second", "asks first"]
 
 
@@ -94,7 +94,7 @@ def test_a_divergence_is_a_diff_of_the_requests(made, said):
     assert (status, errors) == (1, "")
     lines = output.splitlines()
     assert re.match(
-        r"train-3-0-2 is left at call 1 of 3: messages\[0\]\.content is .*10:42.* was .*10:41",
+        r"train-3-0-2 diverges at call 1 of 3: messages\[0\]\.content is .*10:42.* was .*10:41",
         lines[0],
     )
     assert re.fullmatch(r"asked for in workflow \(.*tests/tools/rerun/agents\.py:\d+\)", lines[1])
@@ -117,7 +117,7 @@ def test_an_agent_that_hides_its_errors_has_diverged_all_the_same(made, said):
     where = "tests.tools.rerun.agents:impatient"
     status, output, _ = said("rerun", run, "train-3-0-2", "--workflow", where)
     assert status == 1
-    assert output.startswith("train-3-0-2 is left at call 1 of 3")
+    assert output.startswith("train-3-0-2 diverges at call 1 of 3")
     assert "answer" not in output
 
 
@@ -125,7 +125,7 @@ def test_an_agent_that_ends_early(made, said):
     where = "tests.tools.rerun.agents:says_yes"
     status, output, _ = said("rerun", made("plain"), "train-3-0-2", "--workflow", where)
     assert status == 1
-    assert "is left at call 1 of 2: the agent ended without asking for it" in output
+    assert "diverges at call 1 of 2: the agent ended without asking for it" in output
     assert "+++ the agent has ended" in output
 
 
@@ -143,7 +143,7 @@ def test_what_the_workflow_raises_is_shown_with_its_traceback(made, said):
     status, output, _ = said("rerun", made(), "train-3-0-2", "--workflow", where)
     assert status == 1
     assert 'raise ValueError("the tool is broken")' in output
-    assert "the workflow failed, which it did not then" in output
+    assert "the workflow failed, but not when it was recorded" in output
 
 
 def test_a_failure_that_was_recorded_is_the_same_again(made, said):
@@ -160,7 +160,7 @@ def test_another_judge_and_no_judge(made, said):
     )
     status, output, _ = said("rerun", run, "train-3-0-2")
     assert status == 0
-    assert "reward  not compared: the run names no judge: give --judge" in output
+    assert "reward  not compared: the run names no judge: add --judge" in output
     status, output, _ = said(
         "rerun", run, "train-3-0-2", "--judge", "tests.tools.rerun.agents:strict"
     )
@@ -174,12 +174,12 @@ def test_a_model_behind_a_url_is_given_back_by_messages(made, said, no_weights):
     assert trace.calls[0].billed is not None
     status, output, _ = said("rerun", run, "train-3-0-2")
     assert status == 0
-    assert "all 2 calls were given back" in output
+    assert "all 2 calls were replayed" in output
     status, output, _ = said("rerun", run, "train-3-0-2", "--until", "2")
-    assert (status, "call 2 of 2 is asked for" in output) == (0, True)
+    assert (status, "call 2 of 2 was requested" in output) == (0, True)
     status, _, errors = said("rerun", run, "train-3-0-2", "--sample")
     assert status == 2
-    assert "behind a URL, which this run does not know: leave --sample out" in errors
+    assert "whose address is not in the run: omit --sample" in errors
 
 
 def test_the_prompts_of_a_search_are_those_of_its_candidate(made, said):
@@ -208,14 +208,14 @@ def test_an_auxiliary_model_is_asked_by_what_was_recorded_or_not_at_all(question
         assert "answer  'hint for once' as recorded" in output
     else:
         assert status == 2
-        assert "the auxiliary model 'helper' is asked, and there is no model here" in errors
+        assert "the auxiliary model 'helper' was called, but no model is loaded" in errors
 
 
 def test_functions_draw_the_random_numbers_that_they_drew(made, said):
     run = made("draws", "tuner.deterministic=true", texts=["yes"])
     status, output, _ = said("rerun", run, "train-3-0-2")
     assert status == 0, output
-    assert "the only call was given back" in output
+    assert "the only call was replayed" in output
 
 
 def test_a_whole_rollout_is_saved_for_tests(made, said, tmp_path):
@@ -260,7 +260,7 @@ async def test_another_rollout_of_a_name_is_not_overwritten(make_run, tmp_path):
         if texts[0] == "a":
             save_rollouts(run, ["train-3-0-2"], file)
             shutil.rmtree(run)
-    with pytest.raises(TunerError, match="has another rollout 'train-3-0-2': give this one anoth"):
+    with pytest.raises(TunerError, match="already has a different rollout 'train-3-0-2': choose"):
         save_rollouts(run, ["train-3-0-2"], file)
 
 
@@ -334,7 +334,7 @@ def test_behind_the_point_the_runs_newest_model_goes_on(trained, said):
     status, output, _ = said("rerun", trained, "train-1-0-1", "--until", 2, "--sample")
     assert status == 0
     lines = output.splitlines()
-    assert lines[0].startswith("call 1  given back: ")
+    assert lines[0].startswith("call 1  replayed: ")
     assert re.match(r"call 2  sampled, \d tokens: ", lines[1])
     assert "reward  " in output
     same = said("rerun", trained, "train-1-0-1", "--until", 2, "--sample")[1]
@@ -347,7 +347,7 @@ def test_a_named_model_goes_on_where_the_agent_diverged(trained, said, random_mo
     status, output, _ = said("rerun", trained, "held-out-1-0-0", *options)
     assert status == 0
     assert "call 1  sampled" in output
-    assert "held-out-1-0-0 is left at call 1 of 2" in output
+    assert "held-out-1-0-0 diverges at call 1 of 2" in output
     assert "+  EVAL 0" in output
 
 

@@ -236,7 +236,7 @@ def test_a_temporary_index_that_cannot_be_written_is_an_error_that_says_so(tmp_p
     run = store_run(tmp_path, [small(0, 0, 1.0)])
     index = TraceIndex(run / "traces")
     index._connection.execute("PRAGMA query_only = ON")
-    with pytest.raises(TunerError, match=r"traces cannot be written \(.*\); make room"):
+    with pytest.raises(TunerError, match=r"cannot write the index .*traces \(.*\); free space"):
         index.refresh()
 
 

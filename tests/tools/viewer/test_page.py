@@ -108,7 +108,7 @@ def test_the_checkpoint_s_tokenizer_is_taken_before_the_model_s(tmp_path):
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(TunerError, match=r"is not a run: it holds neither metrics\.jsonl"):
+    with pytest.raises(TunerError, match=r"is not a run: it contains neither metrics\.jsonl"):
         RunReader(tmp_path)
 
 

@@ -34,7 +34,7 @@ def client(run):
 def test_nothing_is_served_without_the_token(run, path, token):
     answer = TestClient(viewer_app(run, TOKEN)).get(f"/{token}/{path}" if token else f"/{path}")
     assert answer.status_code == 404
-    assert "Open the whole link" in answer.text
+    assert "Open the full link" in answer.text
 
 
 def test_the_link_serves_the_page_and_its_data(client):

@@ -1,4 +1,4 @@
-"""Looking at a run: a page that follows it, and the same page as a file."""
+"""View a run: a page that follows it, and the same page as a file."""
 
 from tuner.tools.viewer.page import RunReader, write_report
 

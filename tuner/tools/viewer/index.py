@@ -1,7 +1,7 @@
-"""Index of a run's traces: a database beside them that answers the page without reading them.
+"""Index of a run's traces: a database next to them, so that the page does not read all files.
 
-Each line of a file of traces is read once, when it is complete, and leaves a row, its texts, and
-its part of the sums. The database is a cache: where it does not fit the files it is rebuilt.
+Each line of a trace file is read once, when it is complete, and adds a row, its texts, and its
+share of the sums. The database is a cache: if it does not match the files, it is rebuilt.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from tuner.traces.store import STORED, is_one_path, trace_from_json
 
 Json = dict[str, Any]
 
-# What a list shows of a text or an error, and what a search looks through; the trace has all of it.
+# Maximum characters of a text or an error in lists and searches; the trace has the full text.
 SHOWN = 160
 SEARCHED = 2000
-# A task's fields that say what is asked, which a list shows before the others.
+# Fields of a task with the question; lists show them first.
 ASKING = ("question", "prompt", "problem", "instruction", "query", "input", "task", "messages")
-# How frameworks begin a tool's result when the tool failed.
+# Beginnings of tool results that frameworks use for failures.
 FAILED = ("error", "an error occurred", "traceback (most recent call last)", "exception:")
 UNREADABLE = "(unreadable call)"
 
 
 @dataclass(frozen=True)
 class TraceRow:
-    """A trace as a list shows it, and the place of its line.
+    """A trace as a list shows it, and the position of its line.
 
-    `one_path` is True where it has no branches for certain. A rollout that begins `within` another
-    one of its group does so after `at_call` calls and `at_token` tokens of the next. Traces of the
+    `one_path` is True if it certainly has no branches. A rollout that starts `within` another one
+    of its group does so after `at_call` calls and `at_token` tokens of the next call. Traces of the
     same task share the number `same`.
     """
 
@@ -71,7 +71,7 @@ class TraceRow:
 
     @property
     def key(self) -> str:
-        """Names the trace in links: `<file>:<offset>`."""
+        """Name of the trace in links: `<file>:<offset>`."""
         return f"{self.file}:{self.offset}"
 
     def to_json(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class TraceRow:
 
 
 def row(file: str, offset: int, size: int, trace: Json) -> TraceRow:
-    """A stored trace as a list shows it; the texts are to be had from `asked` and `answered`."""
+    """A stored trace as a list shows it; for the full texts use `asked` and `answered`."""
     error, reward = trace["error"], trace["reward"]
     return TraceRow(
         file=file,
@@ -115,8 +115,10 @@ def _begins(stored: Json | None) -> Json:
 
 
 def sampled(call: Json) -> int:
-    """The tokens of an answer but for those that another rollout sampled; of a model elsewhere,
-    which gives no ids, those that it bills."""
+    """Sampled tokens of an answer, without those that another rollout sampled.
+
+    For a remote model, which returns no ids, the billed tokens.
+    """
     billed = call.get("billed")
     if billed is not None:
         return int(billed["output_tokens"])
@@ -124,19 +126,19 @@ def sampled(call: Json) -> int:
 
 
 def given_back(call: Json) -> bool:
-    """True of a stored call that another rollout sampled, which counts it."""
+    """True for a stored call that another rollout sampled and counts."""
     return 0 < int(call.get("replayed", 0)) == len(call["completion_ids"])
 
 
 def asked(task: Json) -> str:
-    """The task as text: what is asked first, then its other fields."""
+    """The task as text: the question first, then its other fields."""
     order = {name: place for place, name in enumerate(ASKING)}
     names = sorted(task, key=lambda name: order.get(name, len(order)))
     return " · ".join(_text(task[name]) for name in names if task[name] not in (None, ""))
 
 
 def answered(trace: Json) -> str:
-    """The workflow's response as text, or where it gave none the last answer of the model."""
+    """The workflow's response as text, or if it gave none the last answer of the model."""
     if trace["response"]:
         return str(trace["response"])
     *_, last = ({}, *(call["response"] for call in _calls(trace)))
@@ -144,21 +146,21 @@ def answered(trace: Json) -> str:
 
 
 def clean(text: str) -> str:
-    """Without halves of pairs of UTF-16, which JSON can spell and a database cannot keep."""
+    """Remove lone surrogates, which JSON can contain but a database cannot."""
     return text.encode("utf-8", "replace").decode()
 
 
 def folded(text: str) -> bytes:
-    """One line in small letters, as UTF-8: what is searched, and what is searched for."""
+    """Text in one line and lower case, as UTF-8, for searching."""
     return " ".join(text.split()).casefold().encode("utf-8", "replace")
 
 
 @dataclass
 class Tally:
-    """Sums of a table's row: over a tool's or a role's calls, or over rollouts.
+    """Sums in a row of a table: over calls of a tool or a role, or over rollouts.
 
-    `failures` are failed results of a tool, or a role's calls that were cut at the limit of tokens;
-    `timed` and `rewarded` count those with known seconds, and with a reward.
+    `failures` are failed results of a tool, or a role's calls that were cut off at the token limit;
+    `timed` and `rewarded` count items with known seconds, and with a reward.
     """
 
     n: int = 0
@@ -185,10 +187,10 @@ class Tally:
 
 
 def tallies(trace: Json) -> dict[tuple[str, str], Tally]:
-    """Sums that a final attempt adds to, by ("outcome" | "tool" | "role", name).
+    """Contribution of a final attempt to the sums, by ("outcome" | "tool" | "role", name).
 
-    A call has its own reward or its rollout's; calls without a role are those of "". What another
-    rollout sampled adds nothing: it counts there.
+    A call has its own reward or its rollout's; the role "" has the calls without a role. Replayed
+    calls add nothing: they count in the rollout that sampled them.
     """
     found: dict[tuple[str, str], Tally] = defaultdict(Tally)
     reward, seconds = trace["reward"], trace["seconds"]
@@ -213,12 +215,12 @@ def tallies(trace: Json) -> dict[tuple[str, str], Tally]:
 
 
 def tool_uses(trace: Json) -> Iterator[tuple[str, bool, float | None]]:
-    """(name, whether it failed, seconds) of each tool call of a stored trace.
+    """(name, failed, seconds) of each tool call of a stored trace.
 
-    A tool failed where the text of its result begins as errors do in agent frameworks, or is a JSON
-    object with an `error`. It took from the answer that calls it to the request that brings its
-    result, the agent's own work included; None where no request did. Those of answers that another
-    rollout sampled are left out.
+    A tool failed if the text of its result starts like an error of agent frameworks, or is a JSON
+    object with an `error`. Its seconds run from the answer that calls it to the request that has
+    its result, including the agent's own work; None if no request has it. Calls in replayed answers
+    are skipped.
     """
     pending: dict[str, tuple[str, float]] = {}
     for call in _calls(trace):
@@ -249,7 +251,7 @@ def _failed(result: str) -> bool:
 
 
 def _calls(trace: Json) -> Iterator[dict[str, Any]]:
-    """The calls with their answers, and the messages that are not an earlier call's, as objects."""
+    """The calls with their answers, and the messages that no earlier call had, as objects."""
     messages: Sequence[Any] | None = trace["distinct"]["messages"] if "format" in trace else None
     for call in trace["calls"]:
         if messages is None:
@@ -260,7 +262,7 @@ def _calls(trace: Json) -> Iterator[dict[str, Any]]:
 
 
 def _text(value: Any) -> str:
-    """A value as people read it: of messages and parts of content what they say."""
+    """A value as text; for messages and parts of content, their text."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(isinstance(item, dict) for item in value):
@@ -298,8 +300,8 @@ CREATE TABLE tasks (
 ) WITHOUT ROWID;
 PRAGMA user_version = {VERSION};
 """
-# A cache may be lost with the machine, and come with a run from somebody else. The tables are those
-# that `fill` fills.
+# A cache may be lost in a crash (synchronous is off) and may come from somebody else (its schema is
+# not trusted). `fill` fills the temporary tables.
 _SETTINGS = """
 PRAGMA trusted_schema = OFF;
 PRAGMA synchronous = OFF;
@@ -310,27 +312,25 @@ CREATE TEMP TABLE change (asked INTEGER, split, by, PRIMARY KEY (asked, split)) 
 
 
 class Database:
-    """The tables of the index of traces; rebuilt where the existing ones do not fit.
+    """The tables of the index of traces; rebuilt if the existing ones do not match.
 
-    A kept database that cannot be opened or written is given up for a temporary one.
+    If a kept database cannot be opened or written, a temporary one replaces it.
 
     Attributes:
-        folder: Where the files of traces are.
-        field: The field of tasks by whose values they are drawn, or None.
+        folder: Folder of the trace files.
+        field: The task field whose values the selector draws by, or None.
     """
 
     def __init__(self, folder: Path, *, keep: bool = False, field: str | None = None) -> None:
-        """
-        Args:
-            folder: Where the files of traces are.
-            keep: Keep the database in a hidden file of the folder, for the next time.
-            field: The field of tasks by whose values they are drawn, where there is one.
-        """
+        """Args:
+        folder: Folder of the trace files.
+        keep: Keep the database in a hidden file of the folder.
+        field: The task field whose values the selector draws by, or None."""
         self.folder, self.field = folder, field
         self._connection = self._open(str(folder / NAME) if keep else "")
 
     def _open(self, name: str) -> sqlite3.Connection:
-        """A database of this version; a temporary one, which is what "" names, if need be."""
+        """Open a database of this version; if that fails, a temporary one ("")."""
         self._name = name
         self._filled: dict[str, tuple[str, tuple[Any, ...], str]] = {}
         connection: sqlite3.Connection | None = None
@@ -348,7 +348,7 @@ class Database:
                 connection.close()
             if not name:
                 raise
-            if isinstance(error, sqlite3.OperationalError):  # no place to write, or in use
+            if isinstance(error, sqlite3.OperationalError):  # not writable, or in use
                 return self._open("")
             Path(name).unlink()  # damaged
             return self._open(name)
@@ -359,27 +359,27 @@ class Database:
 
     @property
     def total(self) -> int:
-        """How many traces there are."""
+        """Number of traces."""
         return int(self.ask("SELECT COALESCE(MAX(id), 0) FROM traces")[0][0])
 
     @property
     def state(self) -> str:
-        """Another text when other traces are listed."""
+        """Changes whenever the listed traces change."""
         ((token,),) = self.ask("SELECT token FROM born")
         return f"{token}.{self.total}"
 
     def ask(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """The rows that a query of the database gives."""
+        """The rows that a query returns."""
         try:
             return self._connection.execute(query, values).fetchall()
         except sqlite3.DatabaseError as error:
             raise TunerError(
-                f"{self._name or 'the temporary index of traces'} cannot be read ({error}); delete "
-                "it and start again: it is made anew from the traces"
+                f"cannot read {self._name or 'the temporary index of traces'} ({error}); delete it "
+                "and start again: it is rebuilt from the traces"
             ) from error
 
     def fill(self, table: str, query: str, values: Sequence[Any] = ()) -> None:
-        """Let a table of what is looked up for one question, `hit` or `change`, hold a query's."""
+        """Fill a temporary table (`hit` or `change`) from a query."""
         what = query, tuple(values), self.state
         if self._filled.get(table) == what:
             return
@@ -394,18 +394,18 @@ class Database:
         return number or 0
 
     def execute(self, statement: str, *values: Any) -> sqlite3.Cursor:
-        """Change something; inside of `write`."""
+        """Execute a change; call it inside `write`."""
         return self._connection.execute(statement, values)
 
     def begin_anew(self) -> None:
-        """Empty tables; inside of `write`."""
+        """Empty all tables; call it inside `write`."""
         _make(self._connection)
 
     def write(self, work: Callable[[], bool]) -> bool:
         """Run `work` as one transaction, and return its result.
 
-        A kept database that cannot be written is given up for a temporary one: it is a cache. Then
-        nothing is done, and the answer is False.
+        A kept database that cannot be written is replaced by a temporary one; then nothing is done,
+        and the result is False.
         """
         try:
             self._connection.execute("BEGIN IMMEDIATE")
@@ -419,8 +419,8 @@ class Database:
                 raise
             if not self._name:
                 raise TunerError(
-                    f"the index of the traces in {self.folder} cannot be written ({error}); make "
-                    "room there, or in the folder for temporary files"
+                    f"cannot write the index of the traces in {self.folder} ({error}); free space "
+                    "there, or in the folder for temporary files"
                 ) from error
             self._connection.close()
             self._connection = self._open("")
@@ -428,7 +428,7 @@ class Database:
 
 
 def _make(connection: sqlite3.Connection) -> None:
-    """Empty tables, in place of those there are."""
+    """Create empty tables, replacing existing ones."""
     for (table,) in connection.execute(
         "SELECT name FROM sqlite_master WHERE type = 'table'"
     ).fetchall():
@@ -438,17 +438,18 @@ def _make(connection: sqlite3.Connection) -> None:
     connection.execute("INSERT INTO born VALUES (?)", (secrets.token_hex(8),))
 
 
-# What messages raise that have other parts than their forms say; these are the agents' own.
+# Raised by messages whose parts, which are the agent's own, are not of the usual types.
 NO_MESSAGES = (ValueError, LookupError, TypeError, AttributeError)
-# How much of the last line that was read a file must still have to be the same file.
+# Number of bytes at the end of the last line read that must be unchanged for it to be the same
+# file.
 TAIL = 256
 
 
 class LineFollower:
-    """The complete lines of a growing file. A torn last line is left until it is complete.
+    """The complete lines of a growing file. An incomplete last line is read once it is complete.
 
-    A file is the one that was read before while it has the end of what was read (`tail`, up to
-    `offset`); so a copy of it is, and one that was rewritten under its name is not.
+    The file is the one read before if the end of what was read (`tail`, up to `offset`) is
+    unchanged. So a copy counts as the same file, and a rewritten one does not.
     """
 
     def __init__(self, path: Path, offset: int = 0, tail: bytes = b"") -> None:
@@ -457,7 +458,7 @@ class LineFollower:
         self.tail = tail
 
     def replaced(self) -> bool:
-        """True where the file is no longer the one that was read; then starts over."""
+        """True if the file was replaced; then starts over."""
         try:
             with open_file(self.path) as file:
                 file.seek(self.offset - len(self.tail))
@@ -469,7 +470,7 @@ class LineFollower:
         return changed
 
     def new_lines(self) -> Iterator[tuple[int, bytes]]:
-        """(byte offset, line) of each line that was completed since it was last asked."""
+        """(byte offset, line) of each line completed since the last call."""
         try:
             file = open_file(self.path)
         except FileNotFoundError:
@@ -486,9 +487,9 @@ class LineFollower:
 
 
 class MetricsFollower:
-    """The rows of a `metrics.jsonl`; `generation` goes up when a resumed run rewrote the file.
+    """The rows of a `metrics.jsonl`; `generation` increases when a resumed run rewrote the file.
 
-    Lines that are no row are in `problems`.
+    Invalid lines are in `problems`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -498,7 +499,7 @@ class MetricsFollower:
         self.problems: list[str] = []
 
     def refresh(self) -> None:
-        """Read what is new."""
+        """Read new rows."""
         if self._file.replaced():
             self.rows, self.problems = [], []
             self.generation += 1
@@ -515,7 +516,7 @@ def branch_rows(trace: dict[str, Any], name: str) -> list[dict[str, Any]]:
     try:
         found = branches(trace_from_json(trace).calls)
     except NO_MESSAGES as error:
-        raise TunerError(f"{name} is no trace that this version knows: {error!r}") from error
+        raise TunerError(f"{name} is not a trace of a supported version: {error!r}") from error
     return [
         {"call": branch.call, "cause": branch.cause.value, "earlier": branch.earlier}
         for branch in found
@@ -538,23 +539,23 @@ JOIN texts AS answer ON answer.id = traces.answered
 class TraceIndex(Database):
     """A row for each trace of a folder, and sums over them.
 
-    Traces have numbers, from 1, in order of reading: files by step, lines as they were written.
+    Traces are numbered from 1 in reading order: files by step, lines as written.
     """
 
     @property
     def counted(self) -> int:
-        """Traces whose branches are known."""
+        """Number of traces whose branches are known."""
         return self.total - int(self.ask("SELECT COUNT(*) FROM traces WHERE NOT counted")[0][0])
 
     @property
     def problems(self) -> list[str]:
-        """Lines that are no trace, and traces whose branches are not known, by file and byte."""
+        """Invalid lines, and traces whose branches cannot be determined, by file and byte."""
         kept = [text for (text,) in self.ask("SELECT text FROM problems")]
         no_files = sorted(path.name for path in self.folder.glob(FILES) if not path.is_file())
-        return kept + [f"{name} is left out: it is no file" for name in no_files]
+        return kept + [f"{name} is left out: it is not a file" for name in no_files]
 
     def rows(self, numbers: Sequence[int] | None = None) -> list[TraceRow]:
-        """The traces of these numbers, in their order; all by default."""
+        """The traces with these numbers, in that order; all by default."""
         if numbers is None:
             return [_row(found) for found in self.ask(f"{_ROWS} ORDER BY traces.id")]
         marks = ", ".join("?" * len(numbers))
@@ -565,21 +566,21 @@ class TraceIndex(Database):
         return [by_number[number] for number in numbers]
 
     def read(self, file: str, offset: int) -> dict[str, Any]:
-        """The trace whose line starts at byte `offset` of `file`, as it was stored."""
+        """The trace whose line starts at byte `offset` of `file`, as stored."""
         path = self.folder / file
         if path.name != file or not path.match(FILES) or not path.is_file():
-            raise TunerError(f"there is no file {file!r} among the traces of this run")
+            raise TunerError(f"this run has no trace file {file!r}")
         with path.open("rb") as stream:
-            # Beyond the end, or what a file system can count to, there is no line.
+            # There is no line beyond the end, or at an offset too large for the file system.
             stream.seek(min(offset, path.stat().st_size))
             line = stream.readline()
         try:
             return STORED.parse(line)
         except InvalidRecord as error:
-            raise TunerError(f"{file}, byte {offset}: no trace begins there: {error}") from error
+            raise TunerError(f"{file}, byte {offset}: no trace starts here: {error}") from error
 
     def refresh(self, seconds: float = math.inf) -> bool:
-        """Read what is new, for at most about `seconds`; returns whether that was everything."""
+        """Read new lines, for about `seconds` at most; returns True if all were read."""
         deadline = time.monotonic() + seconds
         known = dict(self.ask("SELECT name, stamp FROM files"))
         stamps = {name: _stamp(self.folder / name) for name in self._names()}
@@ -642,7 +643,7 @@ class TraceIndex(Database):
         return clean(str(task.get(self.field, ""))[:SHOWN]) if self.field else ""
 
     def _text(self, text: str, whole: str) -> int:
-        """The number of a text, which is kept once for all that are the same as a whole."""
+        """The number of a text, which is stored once per distinct full text."""
         digest = identity(whole)
         if found := self.ask("SELECT id FROM texts WHERE hash = ?", (digest,)):
             return int(found[0][0])
@@ -657,9 +658,9 @@ class TraceIndex(Database):
         self.insert("problems", text)
 
     def count_branches(self, seconds: float = math.inf) -> bool:
-        """Find out why traces branch, for at most about `seconds`; returns whether that was all.
+        """Find the causes of branches, for about `seconds` at most; returns True if all are known.
 
-        It takes a trace's tokens and messages, and so much longer than to list it.
+        This decodes a trace's tokens and messages, so it takes much longer than listing it.
         """
         deadline = time.monotonic() + seconds
         waiting = (
@@ -705,7 +706,7 @@ def identity(text: str) -> bytes:
 
 
 def causes(traces: TraceIndex, file: str, offset: int) -> Counter[str]:
-    """How many branches of each cause a trace has, of the calls that are its own; reads it."""
+    """Number of branches by cause in a trace, without replayed calls; reads the trace."""
     trace = traces.read(file, offset)
     found = branch_rows(trace, f"{file}:{offset}")
     return Counter(one["cause"] for one in found if not given_back(trace["calls"][one["call"]]))
@@ -717,7 +718,7 @@ def _row(values: Sequence[Any]) -> TraceRow:
 
 
 def _stamp(path: Path) -> str:
-    """Another text when the file has changed."""
+    """Changes whenever the file changes."""
     try:
         status = path.stat()
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""The page of a run, one HTML file without requests to anywhere else, and what it shows.
+"""The page of a run, one HTML file without external requests, and its data.
 
-`RunReader` reads a run's directory while it may still be written; `write_report` leaves
+`RunReader` reads a run's directory while it may still be written; `write_report` writes
 `report.html`.
 """
 
@@ -36,15 +36,15 @@ from tuner.traces import RolloutId
 from tuner.traces.store import SERVED, unpack
 
 FILE = "tokenizer.json"
-# What decoding gives for bytes that are only a part of a character.
+# Replacement character that decoding returns for incomplete bytes of a character.
 PARTIAL = "\ufffd"
-# Shown for the tokens of a character before its last; UTF-8 has at most four bytes.
+# Shown for the tokens of a character before its last; UTF-8 has a maximum of four bytes.
 BEGINS_CHARACTER = "\u22ef"
 LONGEST_CHARACTER = 4
 
 
 class Vocabulary:
-    """Token ids as text; `problem` says why there is no text."""
+    """Token ids as text; `problem` says why text is missing."""
 
     def __init__(self, folders: Sequence[str | Path]) -> None:
         """The first `tokenizer.json` in `folders`: paths, or names of models in the local cache."""
@@ -57,22 +57,23 @@ class Vocabulary:
                 self._open(path)
                 return
         looked = " or ".join(str(folder) for folder in folders) or "the run directory"
-        self.problem = f"there is no {FILE} in {looked}, so tokens are shown as ids"
+        self.problem = f"{FILE} is missing in {looked}, so tokens are shown as ids"
 
     def _open(self, path: Path) -> None:
         try:
             from tokenizers import Tokenizer
 
             self._tokenizer = Tokenizer.from_file(str(path))
-            # A word to stand before each token: alone, some decoders drop its leading space.
+            # A word placed before each token: without it, some decoders drop the token's leading
+            # space.
             self._anchor = self._tokenizer.encode("a", add_special_tokens=False).ids[:1]
             self._anchor_text = self._decode(self._anchor)
         except Exception as error:  # the library raises bare Exception
             self._tokenizer = None
-            self.problem = f"{path} cannot be read ({error}), so tokens are shown as ids"
+            self.problem = f"cannot read {path} ({error}), so tokens are shown as ids"
 
     def texts(self, ids: set[int]) -> dict[int, str]:
-        """Text of each of `ids`, seen alone; empty without a tokenizer."""
+        """Text of each of `ids`, decoded separately; empty without a tokenizer."""
         if self._tokenizer is None:
             return {}
         for id in ids - self._known.keys():
@@ -81,9 +82,9 @@ class Vocabulary:
         return {id: self._known[id] for id in sorted(ids)}
 
     def characters(self, ids: Sequence[int]) -> dict[int, str]:
-        """Text of tokens that only together make a character, by position.
+        """Text of characters that span several tokens, by position.
 
-        The last of them has the character, those before it a mark.
+        The last token has the character, the earlier ones a mark.
         """
         texts = self.texts(set(ids))
         found: dict[int, str] = {}
@@ -122,12 +123,12 @@ def _file_of(folder: str | Path) -> Path | None:
     return None
 
 
-# JavaScript's numbers are floats of 64 bits: integers beyond this are rounded.
+# JavaScript's numbers are 64-bit floats: larger integers are rounded.
 EXACT_INTEGER = 2**53 - 1
 
 
 class RunReader:
-    """A run directory, read again and again; the index of its traces may be kept beside them."""
+    """Reads a run directory repeatedly; can keep the index of its traces there."""
 
     def __init__(self, path: Path, *, keep: bool = False) -> None:
         self.directory = RunDirectory(path.resolve())
@@ -144,7 +145,7 @@ class RunReader:
         return [*self.metrics.problems, *self.traces.problems]
 
     def info(self) -> dict[str, Any]:
-        """Name, status and the settings worth seeing; no secrets, so no whole configuration."""
+        """Name, status and main settings; no secrets, so not the whole configuration."""
         config = self.directory.stored_config()
         completed = self.directory.result.is_file()
         return {
@@ -166,11 +167,13 @@ class RunReader:
         """One trace as stored, with the text of its tokens.
 
         Returns:
-            `trace`, packed as it was stored; `branches`, its branches with their causes; `tree`,
-            what `tuner.tools.viewer.queries.tree` gives of a final attempt, else None;
-            `vocabulary`, text by id; `characters`, for each call and then for "prompt" and
-            "completion" the text of tokens that only together make a character, by position;
-            `no_text`, why there is no text, or None.
+            `trace`, packed as stored; `branches`, its branches with their causes; `tree`, the
+                result of
+            `tuner.tools.viewer.queries.tree` for a final attempt, else None; `vocabulary`, text by
+                id;
+            `characters`, for each call and then for "prompt" and "completion" the text of
+                characters
+            that span several tokens, by position; `no_text`, why text is missing, or None.
         """
         stored = self.traces.read(file, offset)
         found = branch_rows(stored, f"{file}:{offset}")
@@ -195,12 +198,12 @@ class RunReader:
         }
 
     def task_of(self, file: str, offset: int) -> tuple[str, bytes]:
-        """The split of a trace, and the identity of its task, in this run and in others."""
+        """The split of a trace, and the identity of its task, which is the same in other runs."""
         stored = self.traces.read(file, offset)
         return str(stored["id"]["split"]), identity(row_text(stored["task"]))
 
     def vocabulary(self) -> Vocabulary:
-        """The newest checkpoint's, else that of the model that the run started from."""
+        """The newest checkpoint's, else that of the initial model."""
         if self._vocabulary is None or self._vocabulary.problem is not None:
             steps = self.directory.checkpoint_steps() if self.directory.checkpoints.is_dir() else []
             folders: list[str | Path] = [self.directory.checkpoint(step) for step in steps[-1:]]
@@ -210,8 +213,7 @@ class RunReader:
         return self._vocabulary
 
     def _total_steps(self, config: dict[str, Any], completed: bool) -> int | None:
-        """None where it follows from the length of the dataset, which is not in the directory, and
-        of a search, which has no steps."""
+        """None for a search, which has no steps, or if it depends on the dataset's length."""
         if completed:
             steps = OBJECTS.document(self.directory.result, "delete it").get("steps")
         else:
@@ -224,12 +226,12 @@ class RunReader:
         return max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)
 
 
-# The latest decisions, as many as one reads.
+# Maximum number of decisions to show, latest first.
 DECISIONS = 50
 
 
 def served(path: Path) -> dict[str, Any] | None:
-    """Sessions of a server's store by state, and its latest decisions; None without one."""
+    """Sessions of a server's store by state, and its latest decisions; None without a store."""
     if not path.is_file():
         return None
     try:
@@ -250,7 +252,7 @@ def served(path: Path) -> dict[str, Any] | None:
                 ).fetchall()
             )
     except sqlite3.Error as error:
-        raise TunerError(f"{path} cannot be read as the store of a server: {error}") from error
+        raise TunerError(f"cannot read {path} as the store of a server: {error}") from error
     names = ("open", "ended", "not judged", "judged, not trained", "trained")
     columns = ("at", "decision", "version", "beside", "why")
     return {
@@ -262,7 +264,7 @@ def served(path: Path) -> dict[str, Any] | None:
 def to_json(value: Any) -> str:
     """JSON that JavaScript reads without loss.
 
-    Numbers that it has not or would round become text: "NaN", "9007199254740993".
+    Numbers that it does not support or would round become strings: "NaN", "9007199254740993".
     """
     return json.dumps(_readable(value), allow_nan=False)
 
@@ -291,19 +293,19 @@ def _size_of_a_step(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _short(model: Any) -> Any:
-    """The name of a model's folder; a name on the Hub as it is."""
+    """The name of a model's folder; a name on the Hub is unchanged."""
     return Path(model).name if isinstance(model, str) and Path(model).is_absolute() else model
 
 
 ASSETS = Path(__file__).with_name("assets")
-# In the order in which they are read: later ones use earlier ones.
+# In load order: later ones use earlier ones.
 SCRIPTS = ("base", "charts", "metrics", "list", "tasks", "trace", "tree", "compare", "start")
-# Inside a script element these could end it or begin a comment; in JSON they may all be escaped.
+# Inside a script element these could end it or start a comment; JSON allows escaping all of them.
 _ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
 def template() -> str:
-    """The page without data: `%NONCE%` and `%DATA%` stand for what is put in."""
+    """The page without data, with the placeholders `%NONCE%` and `%DATA%`."""
     html = (ASSETS / "page.html").read_text(encoding="utf-8")
     style = (ASSETS / "page.css").read_text(encoding="utf-8")
     script = "".join((ASSETS / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
@@ -312,7 +314,7 @@ def template() -> str:
 
 def page(data: dict[str, Any]) -> str:
     """The page with `data` in it: `report_data`, or `{"mode": "live"}` to fetch from its server."""
-    # The nonce comes first: data might hold the text of the placeholder.
+    # Replace the nonce first: data might contain its placeholder.
     html = template().replace("%NONCE%", secrets.token_urlsafe(16))
     return html.replace("%DATA%", to_json(data).translate(_ESCAPES))
 
@@ -320,7 +322,7 @@ def page(data: dict[str, Any]) -> str:
 NAME = "report.html"
 TRACE_BYTES = 4 * 2**20
 LOGPROB_DIGITS = 4
-# How long traces that are not embedded are looked at for the causes of their branches.
+# Maximum seconds to look for causes of branches in traces that are not embedded.
 CAUSE_SECONDS = 20.0
 
 
@@ -329,12 +331,12 @@ def write_report(run: Path, *, trace_bytes: int = TRACE_BYTES, stopped: str | No
 
     Args:
         run: The run directory.
-        trace_bytes: The most bytes of stored traces that go into it.
-        stopped: Why the run stopped before its end, where that is known.
+        trace_bytes: Maximum bytes of stored traces to include.
+        stopped: Why the run stopped early, if known.
 
     Raises:
         TunerError: `run` is not a run directory, or its files are damaged.
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     reader = RunReader(run)
     path = reader.directory.path / NAME
@@ -345,7 +347,7 @@ def write_report(run: Path, *, trace_bytes: int = TRACE_BYTES, stopped: str | No
 def report_data(
     reader: RunReader, *, trace_bytes: int, stopped: str | None = None
 ) -> dict[str, Any]:
-    """Everything that the page shows without a server."""
+    """All data that the page shows without a server."""
     reader.metrics.refresh()
     reader.traces.refresh()
     vocabulary: dict[int, str] = {}
@@ -372,7 +374,7 @@ def report_data(
         for call in body["trace"]["calls"]:
             call["logprobs"] = [round(value, LOGPROB_DIGITS) for value in call["logprobs"]]
             call.pop("kept", None)  # the page does not show them, and they may be most of a trace
-        # One vocabulary for all of them, and one tree for all its ends.
+        # One shared vocabulary, and one tree for all its ends.
         vocabulary |= body.pop("vocabulary")
         if (tree := body["tree"]) is not None:
             body["tree"] = f"{row.split}-{row.step}-{row.task}-{tree['trunk']}"
@@ -412,7 +414,7 @@ def report_data(
 def _training_branches(
     rows: Sequence[TraceRow], counts: Mapping[str, Mapping[str, int]]
 ) -> dict[str, Any]:
-    """Branches of the traces that were looked at and are trained, and how many traces that are."""
+    """Branches of examined training traces, and the number of those traces."""
     trained = [row for row in rows if row.split == "train" and row.final]
     looked_at = [counts[row.key] for row in trained if row.key in counts]
     total = sum(map(Counter, looked_at), Counter[str]())
@@ -420,10 +422,10 @@ def _training_branches(
 
 
 def selection(rows: Sequence[TraceRow]) -> Iterator[TraceRow]:
-    """`rows` with the ones worth keeping first, each once.
+    """`rows`, each once, sorted by importance.
 
     In turn: one of the last training step, of the first, of the last evaluation, of the first,
-    and a failure, newest first. What is in none of these follows, newest first.
+    and a failure, newest first. The rest follows, newest first.
     """
     training = [row for row in rows if row.split == "train"]
     evaluation = [row for row in rows if row.split != "train"]

@@ -1,4 +1,4 @@
-"""Queries of the page: which traces, in which order, and their sums."""
+"""Queries of the page: select and sort traces, and sum over them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tuner.training.forks import Point, point_values, resolved, trunk_of
 
 NOT_COMPLETED = "not completed"
 RETRIED = "replaced by a retry"
-# Traces of one task that are shown: of the first steps and of the last.
+# Maximum number of traces of one task to show, from the first and the last steps.
 SAME_TASK = 200
 
-# Of training tasks those that are shown: so many by each order, and steps in so many columns.
+# Training tasks to show: number for each order, and number of columns of steps.
 TASKS_BY_ORDER = 50
 TASK_COLUMNS = 40
 
-# Tasks whose reward is known in at least two steps, and by how much it changed.
+# Tasks with a reward in at least two steps, and its change.
 _CHANGES = """
 SELECT last.asked, last.split, last.reward / last.n - first.reward / first.n
 FROM (
@@ -49,19 +49,19 @@ _BEGINS = {
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which traces, and in which order. What is empty or None chooses all.
+    """Selects and sorts traces. Empty values and None select all.
 
     Attributes:
         split: "train", or the name of an evaluation set.
         step: The step.
         outcome: An outcome, or `NOT_COMPLETED`, or `RETRIED`.
-        cause: A cause of branches, "any" or "none"; of traces whose branches are known.
-        begins: "start", or "inside" another rollout, or "diverged" from what it was to begin in.
-        low: The lowest reward.
-        high: The highest.
-        text: What task or answer must hold; small and capital letters are the same.
+        cause: A cause of branches, "any" or "none"; selects traces whose branches are known.
+        begins: "start", "inside" another rollout, or "diverged" from the rollout to start in.
+        low: Minimum reward.
+        high: Maximum reward.
+        text: Text that the task or the answer must contain; case is ignored.
         order: One of `new`, `worst` (failures, then low rewards), `best`, `long`, and `changed`
-            (tasks whose mean reward differs most between their first and last step).
+            (tasks whose mean reward changed most between their first and last step).
     """
 
     split: str = ""
@@ -75,7 +75,7 @@ class Wanted:
     order: str = ""
 
     def condition(self, traces: TraceIndex) -> tuple[str, list[Any]]:
-        """The condition in SQL, with the values of its marks."""
+        """The condition in SQL, with the values of its placeholders."""
         parts: list[tuple[str, list[Any]]] = []
         if self.split:
             parts.append(("traces.split = ?", [self.split]))
@@ -104,7 +104,7 @@ class Wanted:
         if self.high is not None:
             parts.append(("reward <= ?", [self.high]))
         if needle := folded(self.text):
-            # By itself, or the texts would be looked through twice.
+            # In a separate query, or the texts would be searched twice.
             traces.fill("hit", "SELECT id FROM texts WHERE INSTR(folded, ?)", [needle])
             parts.append(("(traces.asked IN hit OR answered IN hit)", []))
         condition = " AND ".join(["1", *(part for part, _ in parts)])
@@ -112,7 +112,7 @@ class Wanted:
 
 
 def find(traces: TraceIndex, wanted: Wanted, first: int = 0, most: int | None = None) -> list[int]:
-    """The numbers of the traces that are wanted, in their order, from the place `first` on."""
+    """The numbers of the selected traces, in order, starting at position `first`."""
     if wanted.order not in _ORDERS:
         names = ", ".join(name for name in _ORDERS if name)
         raise TunerError(f"order is {wanted.order!r}: it must be one of {names}, or empty")
@@ -130,7 +130,7 @@ def find(traces: TraceIndex, wanted: Wanted, first: int = 0, most: int | None = 
 
 
 def count(traces: TraceIndex, wanted: Wanted) -> int:
-    """How many traces are wanted."""
+    """Number of selected traces."""
     if replace(wanted, order="") == Wanted():
         return traces.total
     where, values = wanted.condition(traces)
@@ -143,13 +143,13 @@ def changes(traces: TraceIndex) -> dict[tuple[str, int], float]:
 
 
 def number_of(traces: TraceIndex, file: str, offset: int) -> int | None:
-    """The number of the trace whose line begins there; None where none is listed."""
+    """The number of the trace whose line starts there, or None."""
     found = traces.ask("SELECT id FROM traces WHERE file = ? AND offset = ?", (file, offset))
     return int(found[0][0]) if found else None
 
 
 def same_task(traces: TraceIndex, split: str, identity: bytes) -> list[TraceRow]:
-    """Final attempts at a task, by step; of many the middle is left out."""
+    """Final attempts at a task, by step; a long list omits the middle."""
     found = traces.ask(
         "SELECT id FROM traces WHERE asked = (SELECT id FROM texts WHERE hash = ?) "
         "AND split = ? AND final ORDER BY step, id",
@@ -161,18 +161,18 @@ def same_task(traces: TraceIndex, split: str, identity: bytes) -> list[TraceRow]
 
 
 def tree(traces: TraceIndex, rollout: RolloutId) -> Json | None:
-    """The rollouts that share a beginning with one, and what the points where they part were worth,
-    of the traces that were read so far.
+    """The rollouts that share a beginning with one, and the values of their forks, from the traces
+    read so far.
 
     Args:
-        traces: Of a run.
-        rollout: Which rollout.
+        traces: The traces of a run.
+        rollout: The rollout.
 
     Returns:
         `trunk`, the rollout that starts at the beginning; `ends`, the rows of all, whose `within`,
-        `at_call` and `at_token` say who sampled what lies before; `forks`, the points with the
-        `mean` reward of the `ends` that continue from there, None and 0 where none has a reward.
-        None where nothing begins inside the rollout and it inside nothing.
+        `at_call` and `at_token` say where they start; `forks`, the starting points with the `mean`
+        reward of the `ends` that continue from there, or None and 0 if none has a reward. None if
+        nothing starts inside the rollout and it starts inside no other.
     """
     found = traces.ask(
         "SELECT id, within FROM traces WHERE (split, step, task, final) = (?, ?, ?, 1) ORDER BY id",
@@ -209,15 +209,15 @@ def summary(traces: TraceIndex) -> dict[str, Any]:
 
     Returns:
         `splits`, `steps`, `outcomes`, `causes`: names that traces have.
-        `trees`: whether rollouts begin inside others.
-        `tasks`: whether `tasks_over_time` has some.
-        `tables`: rows of the tables, each with its `kind`, `name` and `split`, and the sums that
-        `Tally` has, over final attempts.
+        `trees`: True if rollouts start inside others.
+        `tasks`: True if `tasks_over_time` has rows.
+        `tables`: rows of the tables, each with its `kind`, `name` and `split`, and the sums of
+        `Tally` over final attempts.
         `curves`: for each training step `role/<name>`, the mean reward of a role's calls,
         `tokens/<name>`, sampled tokens per call, and `tool/<name>`, the share of a tool's calls
         that failed.
-        `branches`: of final training attempts: how many there are, of how many the branches were
-        looked at, and how many there are of each cause.
+        `branches`: of final training attempts: their number, the number whose branches are known,
+        and the number of branches by cause.
     """
     kinds = traces.ask("SELECT DISTINCT kind, name FROM tallies")
     sums = ", ".join(f"SUM({name})" for name in SUMS)
@@ -242,15 +242,15 @@ def summary(traces: TraceIndex) -> dict[str, Any]:
 
 
 def tasks_over_time(traces: TraceIndex) -> Json:
-    """The mean reward of training tasks, step by step.
+    """The mean reward of training tasks by step.
 
     Returns:
-        `total`: how many tasks have a reward; `steps`: the first and the last step of each column;
-        `field`: by whose values they are drawn, or None; `rows`: of at most four times
-        `TASKS_BY_ORDER` tasks, the first by how often they were taken, by the highest and the
-        lowest mean, and by how much the mean changed: `asked`, `stratum`, `taken` (by how many
-        steps), `n` rollouts with a reward, their `mean`, `change` from the first step to the last,
-        and `cells`, [column, rollouts, mean] of each column that has some.
+        `total`: number of tasks with a reward; `steps`: first and last step of each column;
+        `field`: the task field that the selector draws by, or None; `rows`: a maximum of four times
+        `TASKS_BY_ORDER` tasks, those taken most often, with the highest and the lowest mean, and
+        with the largest change: `asked`, `stratum`, `taken` (number of steps), `n` rollouts with a
+        reward, their `mean`, `change` from the first step to the last, and `cells`, [column,
+        rollouts, mean] of each column with rollouts.
     """
     found = traces.ask(
         "SELECT asked, MAX(stratum), COUNT(*), SUM(n), SUM(reward) / SUM(n) FROM tasks "

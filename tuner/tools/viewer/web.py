@@ -1,4 +1,4 @@
-"""`tuner view`: the page on a loopback port, behind a token that only its link knows."""
+"""`tuner view`: serve the page on a loopback port, behind a secret token in the link."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from tuner.tools.viewer.queries import (
     tasks_over_time,
 )
 
-# Rows of one answer: more than a screen shows of a list.
+# Maximum rows of one answer, more than fit on a screen.
 ROWS = 200
-# How long one request may read traces and look at their branches; the page asks again for the rest,
-# and what else it asks has to wait for this long.
+# Maximum seconds that one request may spend on reading traces and their branches. The page requests
+# the rest again; its other requests wait for this long.
 READING_SECONDS = 0.1
-# The same for another run, whose rollouts of a task are wanted.
+# The same for another run whose rollouts of a task are requested.
 OTHER_SECONDS = 1.0
 _HEADERS = {
     "Cache-Control": "no-store",
-    "Referrer-Policy": "no-referrer",  # the link holds the token
+    "Referrer-Policy": "no-referrer",  # the link contains the token
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
@@ -46,7 +46,7 @@ Answer = Callable[[QueryParams], dict[str, Any]]
 
 
 class Runs:
-    """The runs of a folder, or beside a run; each is opened when it is asked for."""
+    """The runs of a folder, or next to a run; each is opened on first use."""
 
     def __init__(self, path: Path) -> None:
         path = path.resolve()
@@ -59,7 +59,7 @@ class Runs:
         self.first = path.name if is_run(path) else names[0]
 
     def names(self) -> list[str]:
-        """Names by folder, looked up again: there may be new runs."""
+        """Names of the runs by folder, read again on each call to include new runs."""
         self._paths = {
             path.relative_to(self._folder).as_posix(): path
             for path in find_runs(self._folder, depth=self._depth)
@@ -68,7 +68,7 @@ class Runs:
 
     def path(self, name: str) -> Path:
         if name not in self._paths and name not in self.names():
-            raise TunerError(f"there is no run {name!r} in {self._folder}")
+            raise TunerError(f"{self._folder} has no run {name!r}")
         return self._paths[name]
 
     def open(self, name: str) -> RunReader:
@@ -78,17 +78,17 @@ class Runs:
 
 
 def answers(runs: Runs) -> dict[str, Answer]:
-    """Answers to the page by path; all take `run`, the first one by default.
+    """The functions that answer the page, by path; all take `run`, by default the first one.
 
-    `run?from=N&generation=G` reads on, gives the metrics from row N on (from 0 when G is not the
-    current generation), what the header shows, and how far the traces are read.
-    `list?split&step&outcome&cause&begins&low&high&text&order&first=N&count=M` gives the traces N to
-    N + M of those that are wanted, and how many these are; `position?key=F:B` with the same where
-    that trace is among them, which takes longer.
+    `run?from=N&generation=G` reads new data, and returns the metrics from row N on (from 0 if G is
+    not the current generation), the header, and how far the traces are read.
+    `list?split&step&outcome&cause&begins&low&high&text&order&first=N&count=M` returns the selected
+    traces N to N + M, and the number selected; `position?key=F:B` with the same filters returns the
+    position of that trace among them, which takes longer.
     `summary` has tables and names to choose from, `trace?file=F&offset=B` one trace, `tasks` the
     training tasks over time.
     `task?file=F&offset=B&with=RUN` has all rollouts of a trace's task, also those of other runs.
-    `runs` are the names, and `compare?with=RUN&with=RUN` has settings and curves of some.
+    `runs` has the names, and `compare?with=RUN&with=RUN` the settings and curves of several runs.
     """
 
     def opened(query: QueryParams) -> RunReader:
@@ -208,7 +208,7 @@ def viewer_app(run: Path, token: str) -> Starlette:
 
 
 def serve(run: Path, *, port: int, announce: Callable[[str], None]) -> None:
-    """Serve the page until it is interrupted; `announce` gets the link."""
+    """Serve the page until interrupted; `announce` is called with the link."""
     import uvicorn
 
     token = secrets.token_urlsafe(24)
@@ -228,12 +228,12 @@ def _bind(port: int) -> Any:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(("127.0.0.1", port))
-        listener.listen()  # who opens the link at once waits for the server
+        listener.listen()  # requests made right after the announcement wait for the server
     except OSError as error:
         listener.close()
         raise TunerError(
-            f"port {port} on 127.0.0.1 cannot be used ({error.strerror}); give another --port, or "
-            "none to take a free one"
+            f"cannot use port {port} on 127.0.0.1 ({error.strerror}); give another --port, or omit "
+            "it for a free one"
         ) from error
     return listener
 
@@ -244,7 +244,7 @@ def _allowed(request: Request, token: str) -> bool:
 
 
 def _refusal() -> Response:
-    text = "Nothing is here. Open the whole link that `tuner view` printed: its path is the key.\n"
+    text = "Not found. Open the full link that `tuner view` printed; its path is the key.\n"
     return _response(text, "text/plain", status=404)
 
 

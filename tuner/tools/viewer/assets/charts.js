@@ -55,7 +55,7 @@ function chart(title, series, { from = state.metrics, stacked = false, small = f
   });
   const hair = svg("line", { class: "hair", y1: T, y2: H - B, visibility: "hidden" });
   plot.append(hair);
-  /* A finger has no hover: it points where it taps, until it taps elsewhere. */
+  /* Touch has no hover: a tap points until the next tap. */
   const point = (event) => {
     unpoint();
     const box = plot.getBoundingClientRect(), at = (event.clientX - box.left) / box.width * W;

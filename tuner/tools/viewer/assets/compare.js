@@ -1,5 +1,5 @@
 /* ---- one task, before and after ---- */
-/* All rollouts of the open trace's task, two of them side by side: of the first step and the last. */
+/* All rollouts of the open trace's task, the first and the last side by side. */
 async function openTask(key, id) {
   const [file, offset] = splitKey(key);
   let groups;
@@ -12,10 +12,10 @@ async function openTask(key, id) {
   const name = ({ run, row }) => `${several ? `${run}: ` : ""}step ${row.step}, rollout ${row.rollout}: ${row.reward === null ? row.outcome.replace("_", " ") : `reward ${fmt(row.reward)}`}`;
   const means = Object.entries(groups).map(([run, rows]) => ({ run, steps: meanBySteps(rows) })), own = means[0].steps, nodes = [];
   nodes.push(el("button", { type: "button", on: { click: () => openTrace(splitRow(key)) } }, "← this rollout"));
-  nodes.push(el("h3", {}, `${id.split}: one task in ${fmt(entries.length)} rollouts`), el("pre", { class: "text" }, entries[0]?.row.asked ?? ""));
+  nodes.push(el("h3", {}, `${id.split}: ${fmt(entries.length)} rollouts of one task`), el("pre", { class: "text" }, entries[0]?.row.asked ?? ""));
   if (own.length > 1) nodes.push(el("div", { class: "facts" }, el("span", {}, `mean reward ${fmt(own[0].reward)} in step ${own[0].step} → ${fmt(own[own.length - 1].reward)} in step ${own[own.length - 1].step}`)));
   if (means.some(({ steps }) => steps.length > 1)) nodes.push(chart("Mean reward of this task", means.map(({ run }, k) => ({ name: run || "reward", key: several ? `run${k}` : "reward" })), { from: several ? merged(means.map(({ steps }) => steps), "reward") : own, small: true }));
-  if (entries.length < 2) nodes.push(el("div", { class: "note" }, `There is no other rollout of this task ${LIVE ? "in this run" : "in this file; `tuner view` shows all"}.`));
+  if (entries.length < 2) nodes.push(el("div", { class: "note" }, `No other rollout of this task ${LIVE ? "in this run" : "in this file; `tuner view` shows all"}.`));
   const columns = [0, entries.length - 1].slice(0, Math.min(2, entries.length)).map((first, k) => {
     const select = el("select", { "aria-label": k ? "after" : "before" }, ...entries.map((entry, i) => el("option", { value: i }, name(entry)))), content = el("div", {});
     const show = async () => {
@@ -36,7 +36,7 @@ function meanBySteps(rows) {
   for (const { step, reward } of rows) if (isNumber(reward)) steps.set(step, [...(steps.get(step) ?? []), reward]);
   return [...steps].map(([step, all]) => ({ step, reward: all.reduce((a, b) => a + b) / all.length }));
 }
-/* Rows of several runs as rows of one: `run0`, `run1`, ... of each step. */
+/* Merges rows of several runs by step, as `run0`, `run1`, ... */
 function merged(runs, key) {
   const steps = new Map();
   runs.forEach((rows, k) => rows.forEach((row) => { if (isNumber(row[key])) steps.set(row.step, { ...steps.get(row.step), step: row.step, [`run${k}`]: row[key] }); }));
@@ -46,8 +46,8 @@ function conversation(trace) {
   const nodes = [facts([["outcome", trace.outcome], ["reward", trace.reward], ["calls", trace.calls.length], ["tokens", trace.calls.reduce((n, call) => n + sampled(call), 0)], ...Object.entries(trace.metrics)])];
   if (trace.error) nodes.push(el("div", { class: "note bad" }, trace.error));
   trace.calls.forEach((call, i) => nodes.push(el("section", { class: "call" }, call.role ? el("h3", {}, call.role) : null, ...newMessages(trace.calls, i).fresh.map((m) => messageView(m)), messageView(call.response, true))));
-  if (trace.response) nodes.push(fold("response of the workflow", el("pre", { class: "text" }, trace.response)));
-  if (trace.feedback) nodes.push(fold("feedback of the judge", el("pre", { class: "text" }, trace.feedback)));
+  if (trace.response) nodes.push(fold("workflow response", el("pre", { class: "text" }, trace.response)));
+  if (trace.feedback) nodes.push(fold("judge feedback", el("pre", { class: "text" }, trace.feedback)));
   return nodes;
 }
 
@@ -73,7 +73,7 @@ async function compareRuns() {
   const series = found.runs.map(({ name }, k) => ({ name, key: `run${k}` }));
   $("compared").replaceChildren(...shown.map(([title, key]) => chart(title, series, { from: merged(found.runs.map(({ rows }) => rows), key) })));
   const settings = Object.entries(found.settings);
-  $("settings-differ").replaceChildren(el("h2", {}, "Settings that differ"), settings.length
+  $("settings-differ").replaceChildren(el("h2", {}, "Different settings"), settings.length
     ? el("div", { class: "scroll settings-table" }, table(["setting", ...names], settings.map(([key, values]) => [key, ...values.map((value) => value === null ? "–" : json(value))])))
-    : el("span", { class: "dim" }, "none do"));
+    : el("span", { class: "dim" }, "none"));
 }

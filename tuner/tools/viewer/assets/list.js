@@ -1,5 +1,5 @@
 /* ---- the list of traces ---- */
-/* Its rows are asked for as they come into view: of the server, or of what is in this file. */
+/* Rows are loaded as they come into view, from the server or from this file. */
 const BLOCK = 100;
 const list = { query: {}, total: 0, all: 0, at: null, rows: new Map(), asked: new Set(), turn: 0 };
 const keyOf = (row) => `${row.file}:${row.offset}`;
@@ -23,7 +23,7 @@ function renderFilters() {
   options($("f-cause"), ["any", "none", ...Object.keys(CAUSES).filter((cause) => causes.includes(cause))], "all", (v) => ({ any: "any branch", none: "no branch" })[v] ?? causeName(v));
 }
 
-/* What the server does for `tuner view`, tuner/viewer/queries.py, of the traces in this file. */
+/* Filters the traces in this file as tuner/tools/viewer/queries.py does for `tuner view`. */
 function findHere(wanted) {
   const needle = searchable(wanted.text), low = wanted.low === "" ? -Infinity : Number(wanted.low), high = wanted.high === "" ? Infinity : Number(wanted.high);
   const hasCause = (row) => { const n = Object.keys(row.causes).length; return wanted.cause === "any" ? n > 0 : wanted.cause === "none" ? n === 0 : wanted.cause in row.causes; };
@@ -53,7 +53,7 @@ async function part(wanted, first) {
   const found = findHere(wanted), at = found.findIndex((row) => keyOf(row) === state.open);
   return { total: found.length, all: DATA.traces.length, first, rows: found.slice(first, first + BLOCK), at: at < 0 ? null : at };
 }
-/* Other filters, or other traces: asked again, once for all that changes meanwhile. */
+/* Reload after a change of filters or traces, once for all changes in the meantime. */
 let asking = false, again = false;
 async function refreshList() {
   again = true;
@@ -65,7 +65,7 @@ async function refreshList() {
       const wanted = query(), block = Math.floor($("list").scrollTop / ROW / BLOCK), found = await part(wanted, block * BLOCK);
       Object.assign(list, { query: wanted, rows: new Map(), asked: new Set([block]), turn: list.turn + 1 });
       take(found);
-      /* Where the open trace is now is known after the rows are shown: nothing waits for it. */
+      /* The open trace's position is loaded after the rows are shown, so nothing waits for it. */
       if (LIVE && state.open && !again) list.at = (await get("api/position", [...pairs(wanted), ["key", state.open]])).at;
     }
   } finally { asking = false; }
@@ -85,10 +85,10 @@ function take(found) {
   Object.assign(list, { total: found.total, all: found.all, at: found.at });
   const most = `${fmt(list.all)} traces`, cause = $("f-cause").value;
   $("shown").textContent = (list.total === list.all ? most : `${fmt(list.total)} of ${most}`) + (state.complete ? "" : " so far");
-  if (cause && state.counted < list.all) $("shown").textContent += `; branches known of ${fmt(state.counted)} so far`;
+  if (cause && state.counted < list.all) $("shown").textContent += `; branches of ${fmt(state.counted)} known so far`;
   renderList();
 }
-/* Only the rows in view are in the document. */
+/* The document contains only the rows in view. */
 function renderList() {
   const box = $("list"), first = Math.max(0, Math.floor(box.scrollTop / ROW) - 3), last = Math.min(list.total, first + Math.ceil(box.clientHeight / ROW) + 6);
   const filler = el("div", {}), rows = [];

@@ -1,22 +1,22 @@
-/* What each cause of a branch is called, and what happened; docs/agents.md has the fixes. */
+/* Name and explanation of each cause of a branch; docs/agents.md has the fixes. */
 const CAUSES = {
   resampled: ["same prompt again", "The same prompt was sampled again: n > 1, a retry, or best-of-n."],
-  fork: ["second continuation", "Another call had already gone on from that answer."],
-  reasoning: ["reasoning left out", "An earlier answer was sent back without its reasoning, or the chat template left it out."],
+  fork: ["second continuation", "Another call had already continued from that answer."],
+  reasoning: ["reasoning removed", "An earlier answer was sent back without its reasoning, or the chat template removed it."],
   whitespace: ["whitespace changed", "An earlier answer came back stripped or reformatted."],
-  tool_ids: ["tool call ids changed", "Tool calls came back with other ids, and the chat template prints them."],
-  template: ["other tokens, same messages", "The messages are the same, but the chat template or the tokenizer made other tokens of them."],
-  tools_changed: ["other tools offered", "The same history was sent with other tools."],
-  system_changed: ["other system prompt", "The same history was sent under another system prompt, such as one with a clock, or a handoff."],
-  compaction: ["history shortened", "A shorter history was sent: a summary or a window."],
+  tool_ids: ["tool call ids changed", "Tool calls came back with different ids, and the chat template prints them."],
+  template: ["same messages, different tokens", "The messages are the same, but the chat template or the tokenizer produced different tokens."],
+  tools_changed: ["different tools", "The same history was sent with different tools."],
+  system_changed: ["different system prompt", "The same history was sent with a different system prompt, for example with the current time, or after a handoff."],
+  compaction: ["history shortened", "A shorter history was sent, such as a summary or a window."],
   rewrite: ["history rewritten", "Earlier messages were replaced, dropped or inserted."],
-  sub_agent: ["new conversation", "It began with a system prompt or a first message of its own, as a sub-agent does."],
-  other: ["no messages to judge by", "The request has no messages that would say why, as with raw completions."],
+  sub_agent: ["new conversation", "It started with a new system prompt or first message, as a sub-agent does."],
+  other: ["unknown", "The request has no messages to compare, as with raw completions."],
 };
 const causeName = (cause) => CAUSES[cause]?.[0] ?? cause;
 
 const MULTIPLES = [["entropy", "train/entropy"], ["KL", "train/kl_loss"], ["gradient norm", "train/grad_norm"], ["loss", "train/loss"], ["clipped fraction", "train/clip_fraction"], ["equal-reward groups", "groups/zero_variance"], ["KL to the teacher", "train/kl_teacher"], ["pairs in the right order", "train/accuracy"], ["reward margin of pairs", "train/reward_margin"]];
-// What a run is about, the first that it has: without rollouts or rewards it is something else.
+// Main metric of a run: the first that it has, since a run may have no rollouts or rewards.
 const AIMS = [["Training reward, mean", "reward/mean"], ["KL to the teacher", "train/kl_teacher"], ["Training loss", "train/loss"]];
 
 function renderMetrics() {
@@ -30,20 +30,20 @@ function renderMetrics() {
   if (evals.length) charts.push(chart(evals.length === 1 ? `Held-out reward (${evals[0].name})` : "Held-out reward", evals));
   if (rolledOut) charts.push(chart("Completion tokens per call", one("calls/completion_tokens", "tokens")));
   charts.push(chart("Time per step", parts, { stacked: true, unit: " s" }));
-  if (rolledOut) charts.push(chart("Reward spread inside the step (std)", one("reward/std")));
+  if (rolledOut) charts.push(chart("Reward standard deviation per step", one("reward/std")));
   charts.push(chart("Tokens per second", one("tokens_per_second")));
   $("charts").replaceChildren(...charts);
   $("multiples").replaceChildren(...MULTIPLES.filter(([, key]) => keys.includes(key)).map(([name, key]) => chart(name, one(key), { small: true })));
   if ($("others").open) $("all").replaceChildren(...keys.filter((k) => k !== "step").sort().map((key) => chart(key, one(key), { small: true })));
   const outcomes = ["completed", "workflow_error", "judge_error", "judge_timeout", "timeout", "no_calls", "invalid_reward", "cancelled", "rejected", "diverged", "worker_died"].map((name) => [name, sum(state.metrics, `rollouts/${name}`)]).filter(([, n]) => n);
   const extra = [["retried attempts", sum(state.metrics, "rollouts/retried")], ["calls that cannot be trained", sum(state.metrics, "calls/invalid")],
-    ...keys.filter((k) => k.startsWith("rollouts/dropped/")).map((k) => [`left out: ${k.slice(17)}`, sum(state.metrics, k)])].filter(([, n]) => n);
+    ...keys.filter((k) => k.startsWith("rollouts/dropped/")).map((k) => [`dropped: ${k.slice(17)}`, sum(state.metrics, k)])].filter(([, n]) => n);
   bars($("outcomes"), [...outcomes, ...extra]);
   const sampled = sum(state.metrics, "tokens/sampled"), trained = sum(state.metrics, "tokens/trained"), replayed = sum(state.metrics, "tokens/replayed");
   const dropped = keys.filter((k) => k.startsWith("tokens/dropped/")).map((k) => [k.slice(15), sum(state.metrics, k)]).filter(([, n]) => n);
   bars($("tokens"), [["trained", trained], ...dropped.map(([name, n]) => [`dropped: ${name}`, n])]);
   const lost = sampled - trained - dropped.reduce((t, [, n]) => t + n, 0);
-  $("balance").textContent = `${fmt(sampled)} sampled = ${fmt(trained)} trained + ${dropped.map(([name, n]) => `${fmt(n)} ${name}`).join(" + ") || "0 dropped"}` + (lost ? ` + ${fmt(lost)} UNACCOUNTED` : "") + (replayed ? `; ${fmt(replayed)} more were given back to branches` : "");
+  $("balance").textContent = `${fmt(sampled)} sampled = ${fmt(trained)} trained + ${dropped.map(([name, n]) => `${fmt(n)} ${name}`).join(" + ") || "0 dropped"}` + (lost ? ` + ${fmt(lost)} UNACCOUNTED` : "") + (replayed ? `; ${fmt(replayed)} more were replayed in branches` : "");
   $("balance").classList.toggle("bad", lost !== 0);
 }
 function bar(name, share) {
@@ -56,13 +56,13 @@ function bars(node, entries) {
   node.replaceChildren(...entries.flatMap(([name, n, choose]) => [choose ? el("button", { type: "button", title: choose.title, on: { click: choose.act } }, name) : el("span", {}, name), bar(name, n / most), el("span", { class: "num" }, fmt(n))]));
   if (!entries.length) node.replaceChildren(el("span", { class: "dim" }, "nothing yet"));
 }
-/* Of training traces; in a report of all of them, also those that are not in the file. */
+/* Training traces only; a report also counts traces that are not in the file. */
 function renderCauses() {
   const all = state.summary.branches;
   const entries = Object.entries(all.counts).sort((a, b) => b[1] - a[1]), total = entries.reduce((t, [, n]) => t + n, 0);
   const choose = (cause) => ({ title: `${CAUSES[cause]?.[1] ?? ""} Click to list these traces.`, act: () => filterBy("cause", cause) });
   bars($("causes"), entries.map(([cause, n]) => [causeName(cause), n, choose(cause)]));
-  if (!total && all.looked_at) $("causes").replaceChildren(el("span", { class: "dim" }, "none did"));
+  if (!total && all.looked_at) $("causes").replaceChildren(el("span", { class: "dim" }, "none"));
   $("branched").textContent = `${fmt(total)} branches in ` + (all.looked_at < all.traces ? `${fmt(all.looked_at)} of ${fmt(all.traces)} traces` + (LIVE ? " so far" : "") : `${fmt(all.traces)} traces`);
 }
 function filterBy(name, value) {
@@ -71,11 +71,11 @@ function filterBy(name, value) {
   refreshList();
   $("traces").scrollIntoView({ block: "nearest" });
 }
-/* What only the traces know: how roles and tools change. */
+/* Curves that only the traces have: roles and tools. */
 function renderParts() {
   const { curves } = state.summary, keys = [...new Set(curves.flatMap((row) => Object.keys(row)))];
   const of = (prefix) => keys.filter((key) => key.startsWith(prefix)).sort().slice(0, COLOURS).map((key) => ({ key, name: key.slice(prefix.length) }));
-  const charts = [["Reward by role, mean of its calls", of("role/")], ["Completion tokens per call by role", of("tokens/")], ["Share of tool calls that failed", of("tool/")]];
+  const charts = [["Mean reward of calls by role", of("role/")], ["Completion tokens per call by role", of("tokens/")], ["Share of tool calls that failed", of("tool/")]];
   $("parts").replaceChildren(...charts.filter(([, series]) => series.length).map(([title, series]) => chart(title, series, { from: curves, small: true })));
 }
 function renderTables() {
@@ -91,9 +91,9 @@ function renderTables() {
   const outcome = (name) => el("button", { type: "button", title: "List these traces.", on: { click: () => filterBy("outcome", name) } }, name.replace("_", " "));
   const named = rows("role").some((row) => row.name);
   const found = [
-    ["Rollouts by outcome", ["outcome", "rollouts", "tokens each", "seconds each", "mean reward"], rows("outcome").map((row) => [outcome(row.name), share(row.n, rollouts), each(row.tokens, row.n), each(row.seconds, row.timed), each(row.reward, row.rewarded)])],
-    ["Calls of tools", ["tool", "calls", "failed", "seconds each", "seconds in all", "mean reward"], rows("tool").map((row) => [row.name, fmt(row.n), share(row.failures, row.n), each(row.seconds, row.timed), row.timed ? fmt(Number(row.seconds.toPrecision(3))) : "–", each(row.reward, row.rewarded)])],
-    ["Calls of the model by role", ["role", "calls", "cut at the limit", "tokens each", "seconds each", "mean reward"], named ? rows("role").map((row) => [row.name || "(no role)", fmt(row.n), share(row.failures, row.n), each(row.tokens, row.n), each(row.seconds, row.timed), each(row.reward, row.rewarded)]) : []],
+    ["Rollouts by outcome", ["outcome", "rollouts", "mean tokens", "mean seconds", "mean reward"], rows("outcome").map((row) => [outcome(row.name), share(row.n, rollouts), each(row.tokens, row.n), each(row.seconds, row.timed), each(row.reward, row.rewarded)])],
+    ["Tool calls", ["tool", "calls", "failed", "mean seconds", "total seconds", "mean reward"], rows("tool").map((row) => [row.name, fmt(row.n), share(row.failures, row.n), each(row.seconds, row.timed), row.timed ? fmt(Number(row.seconds.toPrecision(3))) : "–", each(row.reward, row.rewarded)])],
+    ["Model calls by role", ["role", "calls", "cut off", "mean tokens", "mean seconds", "mean reward"], named ? rows("role").map((row) => [row.name || "(no role)", fmt(row.n), share(row.failures, row.n), each(row.tokens, row.n), each(row.seconds, row.timed), each(row.reward, row.rewarded)]) : []],
   ].filter(([, , lines]) => lines.length);
   $("tables").replaceChildren(...found.map(([title, head, lines]) => el("div", { class: "card" }, el("h3", {}, title), el("div", { class: "scroll" }, table(head, lines)))));
   if (!found.length) $("tables").replaceChildren(el("span", { class: "dim" }, "no rollouts yet"));
@@ -101,13 +101,13 @@ function renderTables() {
 function renderSummary() {
   renderFilters(); renderCauses(); renderParts(); renderTables(); renderTasks();
 }
-/* Of a server: its sessions, and what was decided about new weights, the latest first. */
+/* A server's sessions, and its decisions about new weights, latest first. */
 function renderServed(served) {
   $("served").hidden = !served;
   if (!served) return;
-  const sessions = table(["sessions", "how many"], Object.entries(served.sessions).map(([name, n]) => [name, fmt(n)]));
-  const decisions = table(["when", "decision", "version", "beside", "why"], served.decisions.map((one) => [new Date(one.at * 1000).toLocaleString(), one.decision, fmt(one.version), fmt(one.beside), one.why]));
-  $("sessions").replaceChildren(el("div", { class: "card" }, sessions), ...(served.decisions.length ? [el("div", { class: "card" }, el("h3", {}, "Which weights serve, and why"), el("div", { class: "scroll reasons" }, decisions))] : []));
+  const sessions = table(["sessions", "count"], Object.entries(served.sessions).map(([name, n]) => [name, fmt(n)]));
+  const decisions = table(["time", "decision", "version", "compared with", "reason"], served.decisions.map((one) => [new Date(one.at * 1000).toLocaleString(), one.decision, fmt(one.version), fmt(one.beside), one.why]));
+  $("sessions").replaceChildren(el("div", { class: "card" }, sessions), ...(served.decisions.length ? [el("div", { class: "card" }, el("h3", {}, "Decisions about served weights"), el("div", { class: "scroll reasons" }, decisions))] : []));
 }
 function renderHeader() {
   const run = state.run;
@@ -124,7 +124,7 @@ function renderHeader() {
   $("settings").textContent = Object.entries(run.settings).filter(([, v]) => v !== null).map(([k, v]) => `${k}: ${v}`).join("   ·   ");
   renderServed(run.served);
   const { problems } = state;
-  const notes = [...(DATA.stopped ? [`The run stopped before its end: ${DATA.stopped}`] : []), ...problems.slice(0, 5), ...(problems.length > 5 ? [`… and ${problems.length - 5} more lines that are no trace`] : []), ...(state.failure ? [state.failure] : [])];
+  const notes = [...(DATA.stopped ? [`The run stopped early: ${DATA.stopped}`] : []), ...problems.slice(0, 5), ...(problems.length > 5 ? [`… and ${problems.length - 5} more invalid lines`] : []), ...(state.failure ? [state.failure] : [])];
   $("notes").replaceChildren(...notes.map((text) => el("div", { class: "note bad" }, text)));
 }
 

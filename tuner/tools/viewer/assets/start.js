@@ -1,5 +1,5 @@
 /* ---- data ---- */
-/* `query` is a list of pairs; the run that is looked at goes without saying. */
+/* `query` is a list of pairs; the shown run is added. */
 async function get(path, query) {
   let answer;
   const named = query.some(([name]) => name === "run") || !state.chosen ? query : [...query, ["run", state.chosen]];
@@ -20,7 +20,7 @@ async function poll() {
     Object.assign(state, { run: found.run, generation: found.generation, complete: found.complete, counted: found.counted, problems: found.problems });
     more = found.more;
     if (changed || first) renderMetrics();
-    /* While traces are being read, what is shown of them follows once a second. */
+    /* While traces are being read, their display is updated once a second. */
     const now = `${found.state} ${found.counted} ${found.complete}`;
     if (now !== shownState && (first || !more || Date.now() - shownAt > 1000)) {
       state.summary = await get("api/summary", []);
@@ -65,7 +65,7 @@ function start() {
   Object.assign(state, { run: DATA.run, metrics: DATA.metrics, problems: DATA.problems, summary: DATA.summary, counted: DATA.traces.length });
   $("embedded").hidden = false;
   $("embedded").textContent = `${fmt(DATA.traces.length)} of ${fmt(DATA.total_traces)} traces are in this file` +
-    (DATA.traces.length < DATA.total_traces ? ": those of the first and last steps and failures before others, up to a limit in size. `tuner view` shows all of them." : ". `tuner view` shows a run while it goes on.");
+    (DATA.traces.length < DATA.total_traces ? ": first and last steps and failures first, up to a size limit. `tuner view` shows all of them." : ". `tuner view` follows a run in progress.");
   renderMetrics(); renderSummary(); renderHeader(); refreshList(); openFromLink();
 }
 start();

@@ -1,5 +1,5 @@
 /* ---- training tasks, step by step ---- */
-/* A press on a head of the table sorts by it, and a second one the other way round. */
+/* A click on a column header sorts by it; a second one reverses the order. */
 const TASK_ORDERS = {
   task: (row) => row.asked, stratum: (row) => row.stratum, steps: (row) => row.taken, rollouts: (row) => row.n,
   mean: (row) => row.mean, change: (row) => row.change ?? -Infinity,
@@ -12,7 +12,7 @@ function sortTasks(by) {
   taskOrder.by = by;
   showTasks(tasksSeen);
 }
-/* They are asked for while they are looked at. */
+/* Loaded only while visible. */
 async function renderTasks() {
   $("tasks").hidden = !state.summary.tasks;
   if (!$("tasks").open || !state.summary.tasks) return;
@@ -22,7 +22,7 @@ async function renderTasks() {
 function showTasks({ total, field, steps, rows }) {
   const names = [...new Set(state.metrics.flatMap((row) => Object.keys(row)))].filter((key) => /^tasks\/.+\/passed$/.test(key)).sort().slice(0, COLOURS);
   const of = (key, name) => [{ key, name }], drawn = state.metrics.some((row) => isNumber(row["tasks/seen"]));
-  const shares = ["seen", "always", "never"].map((name) => ({ key: `tasks/${name}`, name: { seen: "seen, of all", always: "always passed, of those seen", never: "never passed, of those seen" }[name] }));
+  const shares = ["seen", "always", "never"].map((name) => ({ key: `tasks/${name}`, name: { seen: "seen, of all tasks", always: "always passed, of tasks seen", never: "never passed, of tasks seen" }[name] }));
   $("strata").replaceChildren(...[
     drawn ? chart("Rollouts that passed", of("tasks/passed", "share")) : null,
     names.length ? chart(`Rollouts that passed, by ${field ?? "value"}`, names.map((key) => ({ key, name: key.slice(6, -7) }))) : null,
@@ -47,6 +47,6 @@ function showTasks({ total, field, steps, rows }) {
   const cells = { task: name, stratum: (row) => row.stratum, steps: (row) => fmt(row.taken), rollouts: (row) => fmt(row.n), mean: (row) => fmt(Number(row.mean.toPrecision(3))), change: (row) => row.change === null ? "–" : `${row.change > 0 ? "+" : ""}${fmt(Number(row.change.toPrecision(3)))}` };
   $("task-table").replaceChildren(el("table", {}, el("thead", {}, el("tr", {}, ...heads.map(head), el("th", { scope: "col" }, `mean reward, ${range([steps[0][0], steps[steps.length - 1][1]])}`))),
     el("tbody", {}, ...[...rows].sort(order).map((row) => el("tr", {}, ...heads.map((one) => el("td", { class: "num" }, cells[one](row))), heat(row))))));
-  $("task-note").textContent = `${fmt(rows.length)} of ${fmt(total)} tasks` + (rows.length < total ? ": the first by how often they were taken, by the highest and the lowest mean reward, and by how much that changed." : ".") +
-    ` A square is ${steps[0][0] === steps[0][1] ? "a step" : `${steps[0][1] - steps[0][0] + 1} steps`}: from ${fmt(low)} (orange) to ${fmt(high)} (green); empty where no step took the task.`;
+  $("task-note").textContent = `${fmt(rows.length)} of ${fmt(total)} tasks` + (rows.length < total ? ": those used most often, with the highest and lowest mean reward, and with the largest change." : ".") +
+    ` Each square is ${steps[0][0] === steps[0][1] ? "a step" : `${steps[0][1] - steps[0][0] + 1} steps`}: from ${fmt(low)} (orange) to ${fmt(high)} (green); empty if no step used the task.`;
 }

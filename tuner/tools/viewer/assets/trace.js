@@ -11,9 +11,9 @@ async function openTrace(row, position = null) {
   if (state.open !== key) return;
   $("detail").replaceChildren(...(body.error ? [el("div", { class: "note bad" }, body.error)] : traceView(body, key)));
 }
-/* A trace with the text of its tokens; or why there is none. */
+/* A trace with the text of its tokens, or an error. */
 async function bodyOf(key, run = "") {
-  if (!LIVE) return key in DATA.bodies ? { ...DATA.bodies[key], vocabulary: DATA.vocabulary, tree: DATA.trees[DATA.bodies[key].tree] } : { error: `The trace of this link, ${key}, is not in this file; \`tuner view\` shows all.` };
+  if (!LIVE) return key in DATA.bodies ? { ...DATA.bodies[key], vocabulary: DATA.vocabulary, tree: DATA.trees[DATA.bodies[key].tree] } : { error: `This file does not contain the trace ${key}; \`tuner view\` shows all traces.` };
   const [file, offset] = splitKey(key);
   try { return await get("api/trace", [["file", file], ["offset", offset], ...(run ? [["run", run]] : [])]); }
   catch (error) { return { error: error.message }; }
@@ -38,14 +38,14 @@ function traceView(body, key) {
   if (trace.origin) nodes.push(originView(trace));
   if (body.tree) nodes.push(treeView(body.tree, id.rollout));
   if (body.no_text && trace.calls.length) nodes.push(el("div", { class: "note" }, body.no_text));
-  nodes.push(el("button", { type: "button", on: { click: () => openTask(key, id) } }, "this task in other rollouts, side by side"));
+  nodes.push(el("button", { type: "button", on: { click: () => openTask(key, id) } }, "compare rollouts of this task side by side"));
   nodes.push(fold("task", el("pre", {}, json(trace.task))));
-  if (trace.response) nodes.push(fold("response of the workflow", el("pre", { class: "text" }, trace.response)));
-  if (trace.feedback) nodes.push(fold("feedback of the judge", el("pre", { class: "text" }, trace.feedback)));
+  if (trace.response) nodes.push(fold("workflow response", el("pre", { class: "text" }, trace.response)));
+  if (trace.feedback) nodes.push(fold("judge feedback", el("pre", { class: "text" }, trace.feedback)));
   trace.calls.forEach((call, i) => nodes.push(callView(trace, i, body)));
   return nodes;
 }
-/* The stored form holds once what calls have in common; tuner/traces/packing.py says how. */
+/* The stored form shares what calls have in common; see tuner/traces/packing.py. */
 function unpack(trace) {
   if (!("format" in trace)) return trace;
   const { messages, tools } = trace.distinct, ids = [], talks = [];
@@ -65,11 +65,11 @@ function branchView(trace, branch) {
     const old = trace.calls[branch.earlier], before = old.prompt_ids.concat(old.completion_ids), differs = prompt.findIndex((id, k) => id !== before[k]);
     compared = ` Compared with call ${branch.earlier + 1}: ${fmt(differs < 0 ? prompt.length : differs)} of the ${fmt(prompt.length)} prompt tokens are the same from the start.`;
   }
-  const node = el("div", { class: "note branch" }, el("b", {}, `Branch: ${name}. `), `${sentence} This call does not go on from the end of an earlier one.${compared}`);
+  const node = el("div", { class: "note branch" }, el("b", {}, `Branch: ${name}. `), `${sentence} This call does not continue from the end of an earlier one.${compared}`);
   node.dataset.cause = branch.cause;
   return node;
 }
-/* A model elsewhere gives no ids, only how many tokens it bills. */
+/* A remote model returns no ids, only how many tokens it bills. */
 const sampled = (call) => call.billed ? call.billed.output_tokens : call.completion_ids.length - (call.replayed ?? 0);
 const CALL_FIELDS = new Set(["role", "reward", "excluded", "masked", "undelivered", "kept_reasoning_ids", "id", "prompt_ids", "completion_ids", "logprobs", "versions", "sampling", "finish_reason", "messages", "tools", "response", "started", "seconds", "cached_tokens", "invalid", "billed", "replayed"]);
 function callView(trace, index, body) {
@@ -77,19 +77,19 @@ function callView(trace, index, body) {
   const versions = [...new Set(call.versions)], total = call.logprobs.filter(isNumber).reduce((a, b) => a + b, 0);
   node.append(el("h3", {}, `call ${index + 1} of ${trace.calls.length}` + (call.role ? ` · ${call.role}` : "")));
   const kept = Array.isArray(call.kept_reasoning_ids) ? call.kept_reasoning_ids.length : call.kept_reasoning_ids;
-  node.append(facts([["reward of the call", call.reward], ["finish", call.finish_reason], ["prompt", `${fmt(call.billed ? call.billed.input_tokens : call.prompt_ids.length)} tokens` + (call.cached_tokens ? ` (${fmt(call.cached_tokens)} reused)` : "")], ["sampled", `${fmt(sampled(call))} tokens` + (call.replayed ? ` (${fmt(call.replayed)} given back)` : "")],
+  node.append(facts([["reward of the call", call.reward], ["finish", call.finish_reason], ["prompt", `${fmt(call.billed ? call.billed.input_tokens : call.prompt_ids.length)} tokens` + (call.cached_tokens ? ` (${fmt(call.cached_tokens)} reused)` : "")], ["sampled", `${fmt(sampled(call))} tokens` + (call.replayed ? ` (${fmt(call.replayed)} replayed)` : "")],
     ["mean log-prob", call.logprobs.length ? total / call.logprobs.length : null], ["weights version", versions.join(", ")], ["seconds", call.seconds], ["reasoning kept in the prompt", kept ? `${fmt(kept)} tokens` : null],
     ...Object.entries(call.sampling).filter(([, v]) => !Array.isArray(v) || v.length).map(([name, v]) => [name, name === "seed" ? String(v) : v]),
     ...Object.entries(call).filter(([name, v]) => !CALL_FIELDS.has(name) && v !== null && v !== false)]));
   if (call.invalid) node.append(el("div", { class: "note bad" }, `Not trained: ${call.invalid}`));
-  if (call.excluded) node.append(el("div", { class: "note" }, "Not trained: the workflow left this call out."));
+  if (call.excluded) node.append(el("div", { class: "note" }, "Not trained: the workflow excluded this call."));
   if ((call.masked || []).length) node.append(el("div", { class: "note" }, `Not trained: tokens ${call.masked.map(([from, to]) => `${from} to ${to - 1}`).join(", ")} of the answer, which the workflow masked.`));
-  if (call.undelivered) node.append(el("div", { class: "note bad" }, "Not trained: the agent did not get this answer to its end" + (typeof call.undelivered === "string" ? `: ${call.undelivered}` : ".")));
+  if (call.undelivered) node.append(el("div", { class: "note bad" }, "Not trained: the agent did not receive this answer completely" + (typeof call.undelivered === "string" ? `: ${call.undelivered}` : ".")));
   const branch = body.branches.find((one) => one.call === index);
   if (branch) node.append(branchView(trace, branch));
   const { earlier, fresh } = newMessages(trace.calls, index);
   if (earlier.messages.length) node.append(fold(`${earlier.messages.length} messages as in call ${earlier.call}`, ...earlier.messages.map((m) => messageView(m))));
-  else if (index && !branch) node.append(el("div", { class: "dim" }, "A conversation of its own: it does not begin like an earlier call."));
+  else if (index && !branch) node.append(el("div", { class: "dim" }, "A new conversation: it does not start like an earlier call."));
   node.append(...fresh.map((m) => messageView(m)));
   if (call.tools.length) node.append(fold(`${call.tools.length} tools offered: ${call.tools.map((t) => t?.function?.name ?? t?.name ?? "?").join(", ")}`, ...call.tools.map((t) => el("pre", { class: "tool-call" }, json(t)))));
   if (body.tree) node.append(...forksOn(body.tree, trace.id.rollout).filter(({ fork }) => fork.call === index).map((one) => forkView(trace, one)));
@@ -98,7 +98,7 @@ function callView(trace, index, body) {
   node.append(messageView(call.response, true), tokenView(call, body, index, Boolean(call.invalid || call.excluded || call.undelivered) || !trace.final));
   return node;
 }
-/* What of this call's messages an earlier call had too; the earlier answer in between belongs to it. */
+/* This call's messages that an earlier call had too, including that call's answer, and the new ones. */
 function newMessages(calls, index) {
   const own = calls[index].messages, texts = own.map((m) => JSON.stringify(m));
   let best = 0, from = 0;
@@ -129,7 +129,7 @@ function messageView(message, answer = false) {
   }
   for (const tool of Array.isArray(message.tool_calls) ? message.tool_calls : []) {
     let args = tool?.function?.arguments ?? tool;
-    try { args = typeof args === "string" ? json(JSON.parse(args)) : json(args); } catch { /* shown as it is */ }
+    try { args = typeof args === "string" ? json(JSON.parse(args)) : json(args); } catch { /* shown unparsed */ }
     node.append(el("pre", { class: "tool-call" }, `calls ${tool?.function?.name ?? "a tool"}${tool?.id ? ` (${tool.id})` : ""}\n${args}`));
   }
   const rest = Object.entries(message).filter(([name, v]) => !MESSAGE_FIELDS.has(name) && v !== null && v !== "" && !(Array.isArray(v) && !v.length));
@@ -143,7 +143,7 @@ const BUCKETS = [[0.9, "≥ 90 %"], [0.5, "50–90 %"], [0.2, "20–50 %"], [0.0
 const bucket = (logprob) => isNumber(logprob) ? BUCKETS.findIndex(([p]) => Math.exp(logprob) >= p) : 5;
 function tokenView(call, body, index, untrained) {
   const words = body.vocabulary, characters = body.characters[index], hasText = !body.no_text, start = call.prompt_ids.length > 2 * PROMPT_TAIL ? call.prompt_ids.length - PROMPT_TAIL : 0;
-  const box = el("div", { class: "tokens" + (untrained ? " untrained" : ""), tabindex: 0, role: "group", "aria-label": `tokens of call ${index + 1}; left and right arrow keys read them` });
+  const box = el("div", { class: "tokens" + (untrained ? " untrained" : ""), tabindex: 0, role: "group", "aria-label": `tokens of call ${index + 1}; use the left and right arrow keys to read them` });
   const text = (id, special) => hasText ? special ?? words[id] ?? `[${id}]` : String(id);
   /* A line break is shown as a mark and still breaks the line. */
   const visible = (t) => t === "" ? "∅" : t.replaceAll("\n", "⏎\n").replaceAll("\t", "⇥\t");
@@ -161,7 +161,7 @@ function tokenView(call, body, index, untrained) {
     const { kind, i } = node.dataset, id = call[`${kind}_ids`][i], head = `${JSON.stringify(words[id] ?? null)}  id ${id}`;
     if (kind === "prompt") return `${head}\nprompt token ${Number(i) + 1}: read, not trained`;
     const logprob = call.logprobs[i];
-    return `${head}\nlog-prob ${isNumber(logprob) ? logprob.toFixed(4) : logprob}  (p ${isNumber(logprob) ? fmt(Math.exp(logprob)) : "?"})\nweights version ${call.versions[i]}\n${i < (call.replayed ?? 0) ? `token ${Number(i) + 1}: given back, trained with the rollout that sampled it` : `sampled token ${Number(i) + 1}${untrained ? ": not trained" : ""}`}`;
+    return `${head}\nlog-prob ${isNumber(logprob) ? logprob.toFixed(4) : logprob}  (p ${isNumber(logprob) ? fmt(Math.exp(logprob)) : "?"})\nweights version ${call.versions[i]}\n${i < (call.replayed ?? 0) ? `token ${Number(i) + 1}: replayed, trained with the rollout that sampled it` : `sampled token ${Number(i) + 1}${untrained ? ": not trained" : ""}`}`;
   };
   for (const name of ["pointerover", "pointerdown"]) box.addEventListener(name, (event) => tip(event.target.dataset?.kind ? describe(event.target) : "", event.clientX, event.clientY));
   box.addEventListener("pointerleave", (event) => { if (event.pointerType !== "touch") tip(""); });
@@ -177,7 +177,7 @@ function tokenView(call, body, index, untrained) {
     tip(describe(spans[next]), place.left, place.bottom - 12);
   });
   box.addEventListener("blur", () => { box.querySelector(".at")?.classList.remove("at"); tip(""); });
-  const legend = el("div", { class: "legend" }, el("span", { class: "prompt" }, "grey: prompt, not trained"), call.replayed ? el("span", { class: "back" }, "given back") : null, el("span", {}, untrained ? "struck through: sampled, not trained; probability:" : "sampled; probability:"), ...BUCKETS.map(([, name], k) => el("span", {}, el("i", { class: `p${k}` }), name)));
+  const legend = el("div", { class: "legend" }, el("span", { class: "prompt" }, "grey: prompt, not trained"), call.replayed ? el("span", { class: "back" }, "replayed") : null, el("span", {}, untrained ? "struck through: sampled, not trained; probability:" : "sampled; probability:"), ...BUCKETS.map(([, name], k) => el("span", {}, el("i", { class: `p${k}` }), name)));
   return el("div", {}, box, legend);
 }
 

@@ -1,5 +1,5 @@
-/* ---- rollouts that begin inside others ---- */
-/* The rows of a tree's ends say where they begin, its forks what came of those points. */
+/* ---- rollouts that start inside others ---- */
+/* The rows of a tree's ends have their starting points; its forks have the mean reward there. */
 const SIDE_BY_SIDE = 6;
 const begins = (end, fork) => end.within === fork.rollout && end.at_call === fork.call && end.at_token === fork.token;
 const several = (n, what) => `${fmt(n)} ${what}${n === 1 ? "" : "s"}`;
@@ -10,7 +10,7 @@ async function openEnd(end) {
   await openTrace(splitRow(keyOf(end)));
   $("detail").querySelector(".tree [aria-current=true]")?.focus();
 }
-/* A trunk is a line, with its forks on it; what begins at one is a line of its own beside it. */
+/* A trunk is a line with its forks; a rollout that starts at a fork is a separate line next to it. */
 function treeView(tree, rollout) {
   const rewards = tree.ends.map((end) => end.reward).filter(isNumber), low = Math.min(...rewards), range = Math.max(...rewards) - low;
   const meter = (value) => { const node = bar("completed", isNumber(value) && range ? (value - low) / range : 0); return el("span", { class: "meter" }, isNumber(value) ? node : null); };
@@ -21,7 +21,7 @@ function treeView(tree, rollout) {
     return el("li", {}, head, forks.length ? el("ul", { class: "trunk" }, ...forks.map((fork) => el("li", {},
       el("div", { class: "at num" }, place(fork.call, fork.token), meter(fork.mean), worth(fork)), el("ul", {}, ...tree.ends.filter((one) => begins(one, fork)).map(line))))) : null);
   };
-  const box = el("ul", { class: "tree", "aria-label": "rollouts that share a beginning; up and down arrow keys go from one to the next" }, ...tree.ends.filter((end) => end.rollout === tree.trunk).map(line));
+  const box = el("ul", { class: "tree", "aria-label": "rollouts with a common beginning; use the up and down arrow keys" }, ...tree.ends.filter((end) => end.rollout === tree.trunk).map(line));
   box.addEventListener("keydown", (event) => {
     if (event.key !== "ArrowDown" && event.key !== "ArrowUp") return;
     event.preventDefault();
@@ -29,18 +29,18 @@ function treeView(tree, rollout) {
     all[Math.max(0, Math.min(all.length - 1, at + (event.key === "ArrowDown" ? 1 : -1)))].focus();
   });
   requestAnimationFrame(() => { const own = box.querySelector("[aria-current=true]"); if (own) box.scrollTop = own.offsetTop - box.clientHeight / 2; });
-  return el("div", {}, el("h3", {}, `${fmt(tree.ends.length)} rollouts share a beginning`), el("div", { class: "dim" }, "The value of a point is the mean reward of those that go on from it, each branch counting alike" + (state.complete ? "." : "; not all are read yet.")), box);
+  return el("div", {}, el("h3", {}, `${fmt(tree.ends.length)} rollouts with a common beginning`), el("div", { class: "dim" }, "The value of a point is the mean reward of the rollouts that continue from it, each branch weighted equally" + (state.complete ? "." : "; some are still being read.")), box);
 }
 function originView(trace) {
   const { rollout, calls, token, diverged, left_at } = trace.origin, planned = `inside rollout ${rollout.rollout}, ${place(calls, token)}`;
-  if (diverged === null) return el("div", { class: "note fork" }, el("b", {}, `Begins ${planned}. `), "What lies before was given back, and counts for the rollout that sampled it.");
-  return el("div", { class: "note bad" }, el("b", {}, "Diverged. "), `It was to begin ${planned}, and left that rollout at call ${left_at + 1}: ${diverged.replace(/^at call \d+: /, "")}`);
+  if (diverged === null) return el("div", { class: "note fork" }, el("b", {}, `Starts ${planned}. `), "Earlier tokens were replayed, and count for the rollout that sampled them.");
+  return el("div", { class: "note bad" }, el("b", {}, "Diverged. "), `It was planned to start ${planned}, but diverged from that rollout at call ${left_at + 1}: ${diverged.replace(/^at call \d+: /, "")}`);
 }
 function givenView(trace, call) {
   const whole = call.replayed === call.completion_ids.length;
-  return el("div", { class: "dim" }, whole ? `Given back: rollout ${trace.origin.rollout.rollout} has this answer.` : `Given back: the first ${several(call.replayed, "token")} of this answer; what follows was sampled.`);
+  return el("div", { class: "dim" }, whole ? `Replayed: rollout ${trace.origin.rollout.rollout} has this answer.` : `Replayed: the first ${several(call.replayed, "token")} of this answer; the rest was sampled.`);
 }
-/* The forks that a rollout came through, with the rows of those that went on otherwise there. */
+/* The forks on a rollout's path, with the rows of rollouts that continued differently there. */
 function forksOn(tree, rollout) {
   const found = [], at = (number) => tree.ends.find((end) => end.rollout === number);
   for (let end = at(rollout), below = null; end; below = end, end = at(end.within)) {
@@ -63,18 +63,18 @@ function forkView(trace, { fork, others }) {
     more.textContent = `show ${fmt(Math.min(rest.length, SIDE_BY_SIDE))} more of ${fmt(rest.length)}`;
     more.hidden = !rest.length;
   };
-  const node = el("details", { class: "note fork" }, el("summary", {}, el("b", {}, `Fork ${place(fork.call, fork.token)}: ${worth(fork)}`), " · what was said instead"), shown, more);
+  const node = el("details", { class: "note fork" }, el("summary", {}, el("b", {}, `Fork ${place(fork.call, fork.token)}: ${worth(fork)}`), " · other answers"), shown, more);
   node.addEventListener("toggle", () => { if (node.open && !shown.childElementCount) show(); });
   return node;
 }
-/* The first completion behind a fork that differs from this rollout's. */
+/* The first completion after a fork that differs from this rollout's. */
 async function insteadView(trace, fork, end) {
   const body = await bodyOf(keyOf(end));
   if (body.error) return [el("div", { class: "dim" }, body.error)];
   const calls = unpack(body.trace).calls, own = trace.calls;
   let at = fork.call;
   while (at < calls.length && at < own.length && String(calls[at].completion_ids) === String(own[at].completion_ids)) at++;
-  const same = at > fork.call ? el("div", { class: "dim" }, at < calls.length ? `the same until call ${at + 1}` : "the same to its end") : null;
+  const same = at > fork.call ? el("div", { class: "dim" }, at < calls.length ? `the same until call ${at + 1}` : "the same to the end") : null;
   const message = at < calls.length ? messageView(calls[at].response, true) : same ? null : el("div", { class: "dim" }, "no call");
   return [same, message].filter(Boolean);
 }
