@@ -192,7 +192,7 @@ def test_what_a_file_does_not_tell_is_an_error_and_no_guess(tmp_path):
     notes = tmp_path / "tasks.jsonl"
     go_on(Curriculum(config(), TASKS, notes=notes), range(1, 5))
     whole = notes.read_text().splitlines(keepends=True)
-    with pytest.raises(TunerError, match="results of 4 steps, and the run goes on after step 7"):
+    with pytest.raises(TunerError, match="results of 4 steps, and the run resumes after step 7"):
         Curriculum(config(), TASKS, notes=notes, start=7)
     for damaged, said in (
         ([*whole[:3], *whole[4:]], "after the results of step 1"),
