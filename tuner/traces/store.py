@@ -441,7 +441,7 @@ class TraceStore:
             TunerError: A line is not a trace, or has a token id that the model does not have.
         """
         path = self.path(split, step)
-        traces = list(read_traces(path))
+        traces = list(read_traces(path, remedy="move the file away to run its rollouts again"))
         if self._vocabulary is not None:
             for trace in traces:
                 for call in trace.calls:
@@ -455,20 +455,21 @@ class TraceStore:
         return traces
 
 
-def read_traces(path: str | Path, *, skip: bool = False) -> Iterator[Trace]:
+def read_traces(path: str | Path, *, remedy: str = "", skip: bool = False) -> Iterator[Trace]:
     """The traces of one file, one for each attempt; none where there is no file.
 
     Of lines about one attempt the last counts: a process that is killed between two attempts leaves
     the first behind, and the rollout is begun again.
 
     Args:
-        skip: Leave lines that are no trace out and log how many and which, instead of raising.
+        remedy: What to do about a damaged line.
+        skip: Leave damaged lines out and log how many and which, instead of raising.
 
     Raises:
         TunerError: A line other than a torn last one is not a trace; names file, line and field.
     """
     found: dict[tuple[RolloutId, int], Trace] = {}
-    for _, _, trace in TRACES.lines(Path(path), skip=skip):
+    for _, _, trace in TRACES.lines(Path(path), remedy, skip=skip):
         found.pop((trace.id, trace.attempt), None)
         found[trace.id, trace.attempt] = trace
     yield from found.values()

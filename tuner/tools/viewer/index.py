@@ -438,7 +438,7 @@ def _make(connection: sqlite3.Connection) -> None:
     connection.execute("INSERT INTO born VALUES (?)", (secrets.token_hex(8),))
 
 
-# Raised by messages of unexpected form: their parts are the agents' own.
+# Raised by messages whose parts, which are the agent's own, are not of the usual types.
 NO_MESSAGES = (ValueError, LookupError, TypeError, AttributeError)
 # Number of bytes at the end of the last line read that must be unchanged for it to be the same
 # file.
@@ -552,7 +552,7 @@ class TraceIndex(Database):
         """Invalid lines, and traces whose branches cannot be determined, by file and byte."""
         kept = [text for (text,) in self.ask("SELECT text FROM problems")]
         no_files = sorted(path.name for path in self.folder.glob(FILES) if not path.is_file())
-        return kept + [f"{name} is skipped: it is not a file" for name in no_files]
+        return kept + [f"{name} is left out: it is not a file" for name in no_files]
 
     def rows(self, numbers: Sequence[int] | None = None) -> list[TraceRow]:
         """The traces with these numbers, in that order; all by default."""
