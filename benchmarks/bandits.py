@@ -30,7 +30,7 @@ import numpy as np
 from _report import Row, report
 from numpy.typing import NDArray
 
-from tuner.rollouts.allocation import Advice, Fork, Positions, Seen, score
+from tuner.rollouts.allocation import Advice, Fork, Positions, RolloutSummary, score
 from tuner.training.forks import Piece, Point, tree_advantages
 
 DECISIONS = 6
@@ -171,7 +171,9 @@ class Bandit:
             if trunks > 1:
                 yield Allocation(trunks, call, ends)
 
-    def seen(self, dice: random.Random, given: Sequence[int] = ()) -> tuple[list[int], Seen]:
+    def seen(
+        self, dice: random.Random, given: Sequence[int] = ()
+    ) -> tuple[list[int], RolloutSummary]:
         """A rollout behind the actions that it is given, as the pilot sees it."""
         state, actions, scores = 0, list(given), []
         for call in range(DECISIONS):
@@ -180,7 +182,7 @@ class Bandit:
             probability = self.p[state] if actions[call] else 1 - self.p[state]
             scores.append(score([float(np.log(probability))]))
             state = 2 * state + 1 + actions[call]
-        return actions, Seen(float(self.value[state]), self.costs.tolist(), scores)
+        return actions, RolloutSummary(float(self.value[state]), self.costs.tolist(), scores)
 
     def pilot(self, tasks: int, dice: random.Random) -> Positions:
         """Groups that explore: trunks, each with a branch at a call that was drawn beforehand."""

@@ -26,7 +26,7 @@ from benchmarks import _readme
 from docs import licences
 from tuner import cli
 from tuner.config.algorithms import ADVANTAGES, ALGORITHMS, NOT_HERE, POLICY_LOSSES, Args
-from tuner.config.foreign import FOREIGN, Foreign, Same, Values
+from tuner.config.foreign import FOREIGN, Foreign, SameAs, Values
 from tuner.config.keys import fields
 from tuner.config.schema import Section, section_of
 from tuner.trinity.refusals import (
@@ -253,7 +253,7 @@ def accepted(row: Foreign) -> str:
     match row.accepts:
         case None:
             return "anything"
-        case Same(path):
+        case SameAs(path):
             return f"as `{path}`"
         case Values(()):
             return "nothing"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tuner.environments import Environment
     from tuner.runs.result import Verdict
     from tuner.serving.hosting import Server
-    from tuner.tasks.settings import Given
+    from tuner.tasks.settings import TuneArguments
 
 
 # Arguments shared by several commands, and the functions that a configuration file names.
@@ -45,7 +45,7 @@ RunDirectoryPath = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
 
 
-class Named(NamedTuple):
+class NamedFunctions(NamedTuple):
     """The functions and the backend that a configuration file names.
 
     Attributes:
@@ -69,7 +69,7 @@ class Named(NamedTuple):
         }
 
 
-def functions_of(path: Path, overrides: list[str]) -> Named:
+def functions_of(path: Path, overrides: list[str]) -> NamedFunctions:
     """Load the workflow and the judge that the file names, or its environment.
 
     Recorded data needs neither; raises ConfigError if rollouts do and the file names no workflow.
@@ -96,7 +96,7 @@ def functions_of(path: Path, overrides: list[str]) -> Named:
 
         workflow = configured_agent(names)
     elif (environment := named_in(names)) is not None:
-        return Named(None, None, layers.backend, environment)
+        return NamedFunctions(None, None, layers.backend, environment)
     elif names.workflow is not None:
         workflow = load(names.workflow, setting="tuner.workflow")
     elif rolls_out:
@@ -105,7 +105,7 @@ def functions_of(path: Path, overrides: list[str]) -> Named:
             "path/file.py:function, or set tuner.environment"
         )
     judge = None if names.judge is None else load(names.judge, setting="tuner.judge")
-    return Named(workflow, judge, layers.backend)
+    return NamedFunctions(workflow, judge, layers.backend)
 
 
 # The command `tuner check`; heavy imports only after the options are checked.
@@ -161,11 +161,11 @@ def check(
         raise typer.Exit(FAILED)
 
 
-def _check_trinity(path: Path, overrides: list[str], named: Named) -> Verdict:
+def _check_trinity(path: Path, overrides: list[str], named: NamedFunctions) -> Verdict:
     from tuner.environments.seam import parts_of
     from tuner.trinity.preparation import check_trinity
 
-    given: Given = {
+    given: TuneArguments = {
         "environment": named.environment,
         "config_path": path,
         "overrides": overrides,

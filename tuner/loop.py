@@ -43,7 +43,7 @@ from tuner.runs.record import RunRecord, finished_result, open_directory
 from tuner.runs.recorded import Examples
 from tuner.runs.result import TuneResult
 from tuner.runs.sources import (
-    Comparable,
+    ComparableGroups,
     Data,
     RolloutSource,
     RowSource,
@@ -57,7 +57,7 @@ from tuner.tasks.selection import is_due, planned_steps
 from tuner.traces import Trace, TraceStore
 from tuner.training.batch import Batch
 from tuner.training.likelihood import (
-    Effective,
+    EffectiveSamples,
     OffPolicyBatch,
     RecordedBatch,
     TooFewEffective,
@@ -146,7 +146,7 @@ async def _run(
                 )
             if isinstance(data, Examples):
                 source = RowSource(config, record, data)
-            elif isinstance(data, Comparable):
+            elif isinstance(data, ComparableGroups):
                 source = TraceSource(config, record, data, stack.teacher_prompt)
             else:
                 assert rollouts is not None, "prepare() lets no rollouts be without a workflow"
@@ -205,7 +205,7 @@ async def _steps(
             seconds["time/workers_cpu"] = stack.workers.cpu_since()
         return seconds
 
-    async def weigh(batch: Batch) -> Effective:
+    async def weigh(batch: Batch) -> EffectiveSamples:
         """Effective sample size of another run's samples for the trainer's weights."""
         async with stack.training():
             return await aside(partial(effective_samples, trainer, batch))
@@ -271,7 +271,7 @@ async def _steps(
 
 
 def update(
-    trainer: PolicyTrainer, batch: Batch | RecordedBatch, worth: Effective | None = None
+    trainer: PolicyTrainer, batch: Batch | RecordedBatch, worth: EffectiveSamples | None = None
 ) -> dict[str, float]:
     """Train a batch of rollouts, or of recorded data.
 

@@ -156,7 +156,7 @@ class Replayed:
             The workflow's result.
         """
         name = rollout.name if isinstance(rollout, SavedRollout) else rollout or self.test
-        given = _Given(workflow, dict(auxiliary_models or {}), seconds)
+        given = _TestArguments(workflow, dict(auxiliary_models or {}), seconds)
         if isinstance(rollout, SavedRollout):
             return await _replay(rollout, task, given)
         known = read_rollouts(self.path)
@@ -177,7 +177,7 @@ class Replayed:
 
 
 @dataclass(frozen=True)
-class _Given:
+class _TestArguments:
     """A test's arguments in addition to the rollout; fields like the arguments of `Replayed`."""
 
     workflow: Callable[..., Any]
@@ -220,7 +220,9 @@ async def _opened(gateway: Gateway, **options: Any) -> AsyncIterator[Session]:
         await gateway.aclose()
 
 
-async def _replay(saved: SavedRollout, task: Mapping[str, Any] | None, given: _Given) -> Any:
+async def _replay(
+    saved: SavedRollout, task: Mapping[str, Any] | None, given: _TestArguments
+) -> Any:
     from tuner.gateway import SamplingDefaults
     from tuner.gateway.playback import MessageScript, Playback
 
@@ -292,7 +294,7 @@ class _Recorder:
     key_env: str | None
 
     async def record(
-        self, name: str, task: dict[str, Any], given: _Given
+        self, name: str, task: dict[str, Any], given: _TestArguments
     ) -> tuple[SavedRollout, Any]:
         """Record a rollout; returns it with the workflow's result."""
         from tuner.config import RemoteModel

@@ -24,7 +24,13 @@ from tuner.tasks.functions import (
 )
 from tuner.tasks.loading import require_nothing_loads, without_collection
 from tuner.tasks.selection import evaluation_tasks, training_tasks
-from tuner.tasks.settings import AlgorithmConfig, Given, TunerModelConfig, location, settings_of
+from tuner.tasks.settings import (
+    AlgorithmConfig,
+    TuneArguments,
+    TunerModelConfig,
+    location,
+    settings_of,
+)
 
 if TYPE_CHECKING:
     from tuner.environments.seam import Parts
@@ -40,7 +46,7 @@ TINY_MODEL = (_PACKAGE if (_PACKAGE / "models").is_dir() else _PACKAGE.parent) /
 
 
 @dataclass(frozen=True)
-class Run:
+class RunPlan:
     """Everything a backend needs, checked.
 
     Attributes:
@@ -118,7 +124,7 @@ def tune(
         TrainingError: Training failed; the message is the diagnosis.
     """
     require_nothing_loads()
-    given: Given = {
+    given: TuneArguments = {
         "environment": environment,
         "eval_dataset": eval_dataset,
         "model": model,
@@ -135,7 +141,7 @@ def tune(
         return _tuned(parts)
 
 
-def _parts(workflow: Any, judge: Any, train_dataset: Any, given: Given) -> Parts:
+def _parts(workflow: Any, judge: Any, train_dataset: Any, given: TuneArguments) -> Parts:
     from tuner.environments.seam import parts_of
 
     return parts_of(workflow, judge, train_dataset, given)
@@ -188,8 +194,8 @@ def prepare(
     workflow_func: Callable[..., Any] | None = None,
     judge_func: Callable[..., Any] | None = None,
     train_dataset: Any = None,
-    **given: Unpack[Given],
-) -> Run:
+    **given: Unpack[TuneArguments],
+) -> RunPlan:
     """Do everything that `tune()` does before the local backend starts: check, resolve, read.
 
     Takes and raises the same as `tune()`; a configuration for another backend is a ConfigError.
@@ -208,8 +214,8 @@ def prepare(
 def prepare_evaluation(
     workflow_func: Callable[..., Any] | None = None,
     judge_func: Callable[..., Any] | None = None,
-    **given: Unpack[Given],
-) -> Run:
+    **given: Unpack[TuneArguments],
+) -> RunPlan:
     """Prepare an evaluation, like `prepare()` without training data.
 
     Raises DatasetError if there is nothing to evaluate on.
@@ -219,7 +225,7 @@ def prepare_evaluation(
         return evaluation_of(parts)
 
 
-def evaluation_of(parts: Parts) -> Run:
+def evaluation_of(parts: Parts) -> RunPlan:
     """Prepare an evaluation from parts; see `prepare_evaluation()`."""
     layers = _resolved(replace(parts, train_dataset=None))
     if layers.backend == "trinity":
@@ -238,7 +244,7 @@ def evaluation_of(parts: Parts) -> Run:
         raise DatasetError(
             "nothing to evaluate on: pass eval_dataset, or set buffer.explorer_input.eval_tasksets"
         )
-    return Run(config, parts.workflow, parts.judge, [], tasks)
+    return RunPlan(config, parts.workflow, parts.judge, [], tasks)
 
 
 def _resolved(parts: Parts) -> Layers:
@@ -258,7 +264,7 @@ def _resolved(parts: Parts) -> Layers:
     )
 
 
-def _prepared(layers: Layers, parts: Parts) -> Run:
+def _prepared(layers: Layers, parts: Parts) -> RunPlan:
     workflow, judge, train_dataset = parts.workflow, parts.judge, parts.train_dataset
     config = with_default_model(checked(layers))
     require_model_libraries(config)
@@ -273,7 +279,7 @@ def _prepared(layers: Layers, parts: Parts) -> Run:
 
         train_tasks, history = [], read_history(section, train_dataset)
     tasks = evaluation_tasks(config, parts.given.get("eval_dataset"))
-    return Run(config, workflow, judge, train_tasks, tasks, history)
+    return RunPlan(config, workflow, judge, train_tasks, tasks, history)
 
 
 def _check_functions_are_there(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tuner.config import RunConfig, load_config
-from tuner.config.foreign import FOREIGN, Same, find_foreign
+from tuner.config.foreign import FOREIGN, SameAs, find_foreign
 from tuner.config.keys import known_paths, nearest, schema_paths
 from tuner.config.schema import LoraSection
 from tuner.config.source import MASK, concealed, secret_references
@@ -466,7 +466,7 @@ def test_every_rule_about_a_foreign_key_counts_and_has_a_reason():
         assert row.path not in own
         assert row.why
         assert row.why == row.why.strip(" .")
-        if isinstance(row.accepts, Same):
+        if isinstance(row.accepts, SameAs):
             assert row.accepts.path in own
 
 

@@ -18,7 +18,7 @@ import uvicorn
 
 from tests.engines.local_server import LocalServer
 from tuner.engines import SamplingParams
-from tuner.engines.servers import Sampled, Weights
+from tuner.engines.servers import SampledTokens, Weights
 from tuner.engines.vllm.core import VllmSettings
 from tuner.engines.vllm.server import VllmHost, make_app
 
@@ -44,7 +44,7 @@ class ToyHost(VllmHost):
 
     def stream(
         self, prompt_ids: Sequence[int], sampling: SamplingParams, label: str
-    ) -> AsyncGenerator[Sampled, None]:
+    ) -> AsyncGenerator[SampledTokens, None]:
         return self.local.stream(prompt_ids, sampling, label)
 
 

@@ -13,7 +13,7 @@ from tests.engines.conformance import CONTEXT
 from tests.engines.models import make_tokenizer
 from tuner.engines import EngineLostError, SamplingParams
 from tuner.engines.sampling import kept_ids
-from tuner.engines.servers import Sampled, Weights
+from tuner.engines.servers import SampledTokens, Weights
 from tuner.engines.transformers.engine import TransformersEngine
 
 
@@ -84,7 +84,7 @@ class LocalServer:
 
     async def stream(
         self, prompt_ids: Sequence[int], sampling: SamplingParams, label: str
-    ) -> AsyncGenerator[Sampled, None]:
+    ) -> AsyncGenerator[SampledTokens, None]:
         self.asked.append((list(prompt_ids), sampling.seed))
         if self._engine is None:
             raise EngineLostError(f"{self.name} is on fire")
@@ -105,11 +105,11 @@ class LocalServer:
                 # The last token waits for the end, with which the cache is known.
                 if tokens.qsize() > 1 and not (sampling.top_logprobs or sampling.cuts):
                     token, logprob = tokens.get_nowait()
-                    yield Sampled((token,), (logprob,))
+                    yield SampledTokens((token,), (logprob,))
                 elif work.done():
                     got = work.result()
                     rest = [tokens.get_nowait() for _ in range(tokens.qsize())]
-                    yield Sampled(
+                    yield SampledTokens(
                         tuple(token for token, _ in rest),
                         tuple(logprob for _, logprob in rest),
                         got.top_logprobs,

@@ -15,7 +15,7 @@ from tests.engines.recorded_vllm import Recorder
 from tests.engines.threaded_vllm import ThreadedVllm
 from tuner.engines import EngineError, SamplingParams
 from tuner.engines.remote import ServedEngine
-from tuner.engines.servers import Sampled, Weights
+from tuner.engines.servers import SampledTokens, Weights
 from tuner.engines.vllm import core
 from tuner.engines.vllm.core import VllmCore, VllmSettings
 
@@ -30,7 +30,9 @@ def vllm(monkeypatch):
         if label != self.label:
             raise EngineError(f"{label} were asked for, but vLLM has {self.label}")
         recorder.note("generate")
-        yield Sampled((5,) * sampling.max_tokens, (0.0,) * sampling.max_tokens, (), 0, "length")
+        yield SampledTokens(
+            (5,) * sampling.max_tokens, (0.0,) * sampling.max_tokens, (), 0, "length"
+        )
 
     monkeypatch.setattr(core, "_start", lambda settings, weights: recorder)
     monkeypatch.setattr(VllmCore, "stream", stream)

@@ -3,7 +3,7 @@
 import pytest
 
 from tuner.errors import ConfigError
-from tuner.runs.placement import Sides, choose_weight_path
+from tuner.runs.placement import DeviceShares, choose_weight_path
 
 GIB = 2**30
 
@@ -15,7 +15,7 @@ def sides(engine, **changes):
         "size": 10 * GIB,
         "shared_memory": 64 * GIB,
     }
-    return Sides(engine, **{**given, **changes})
+    return DeviceShares(engine, **{**given, **changes})
 
 
 NONE = frozenset()

@@ -11,7 +11,7 @@ from tests.training.configured import training
 from tuner.config.schema import BranchingSection
 from tuner.gateway import SamplingDefaults
 from tuner.rollouts import Rollouts
-from tuner.rollouts.branching import Branching, Where, stands_still
+from tuner.rollouts.branching import Branching, PointSelector, stands_still
 from tuner.tasks.functions import WorkflowOutput
 from tuner.traces import Outcome, RolloutId, TokenTree, Trace, TraceStore
 from tuner.training.batch import build_batch
@@ -35,7 +35,7 @@ async def talk(task, model):
 
 
 @dataclass(eq=False)
-class At(Where):
+class At(PointSelector):
     """Points that a test names."""
 
     positions: Sequence[tuple[int, int, int]] = ()

@@ -11,7 +11,7 @@ import pytest
 import tuner
 from tests.rollouts.test_runner import DEFAULTS, MESSAGES, ask
 from tuner.errors import FunctionError
-from tuner.rollouts.runner import Again
+from tuner.rollouts.runner import BranchStart
 from tuner.tasks.functions import JudgeOutput, WorkflowOutput
 from tuner.traces import FunctionResult, Outcome, RolloutId
 from tuner.traces.store import trace_from_json, trace_to_json
@@ -43,7 +43,7 @@ async def run(runner, first=None, calls=None):
     again = None
     if first is not None:
         behind = len(first.calls) if calls is None else calls
-        again = Again(first, (first.id, first.attempt), behind)
+        again = BranchStart(first, (first.id, first.attempt), behind)
     (trace,) = await runner.run({"question": "hi"}, RolloutId(1, 0, 0), DEFAULTS, again=again)
     return trace
 

@@ -16,7 +16,7 @@ from tuner.errors import FunctionError, TrainingError
 from tuner.gateway import SamplingDefaults
 from tuner.rewards import in_process
 from tuner.rollouts import RolloutSettings, StepPlan, collect, limits
-from tuner.rollouts.limits import Ending
+from tuner.rollouts.limits import RolloutEnd
 from tuner.tasks.functions import JudgeOutput, Rejected, WorkflowOutput
 from tuner.traces import Outcome, RolloutId, TraceStore
 
@@ -333,7 +333,7 @@ async def test_a_rejected_rollout_is_not_retried_and_does_not_abort(make_runner,
 
 
 async def test_a_rollout_that_is_ended_from_outside_keeps_what_it_sampled(make_runner):
-    ending, asked = Ending(), asyncio.Event()
+    ending, asked = RolloutEnd(), asyncio.Event()
 
     async def workflow(task, model):
         await ask(model)

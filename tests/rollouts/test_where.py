@@ -9,7 +9,7 @@ import pytest
 from tests.kit.builders import call as make_call
 from tuner.config.schema import BranchingSection
 from tuner.errors import FunctionError
-from tuner.rollouts.branching import Grown, Shares, Where, exploring
+from tuner.rollouts.branching import GrowingGroup, PointSelector, Shares, exploring
 from tuner.traces import Origin, Outcome, RolloutId, Trace
 
 IDS = [RolloutId(1, 0, number) for number in range(4)]
@@ -23,11 +23,11 @@ def trace(id_, calls, reward=0.0, tokens=5, origin=None):
 
 
 def grown(*traces):
-    return Grown([t.id for t in traces], {t.id: t for t in traces})
+    return GrowingGroup([t.id for t in traces], {t.id: t for t in traces})
 
 
 def rule(**section):
-    return Where(BranchingSection(**section), 16)
+    return PointSelector(BranchingSection(**section), 16)
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -102,12 +102,12 @@ def test_a_function_is_asked_before_each_call_with_what_was_until_then():
         asked.append(len(calls))
         return float(len(calls) == 2)
 
-    where = Where(BranchingSection(where="a:b"), 16, hazard)
+    where = PointSelector(BranchingSection(where="a:b"), 16, hazard)
     points = where.points(grown(trace(IDS[0], 5), trace(IDS[1], 2)), 2, random.Random(0), SHARES)
     assert points[0] is None
     assert points[1].call == 2
     assert asked == [1, 1, 2]
-    wrong = Where(BranchingSection(where="a:b"), 16, lambda calls: "often")
+    wrong = PointSelector(BranchingSection(where="a:b"), 16, lambda calls: "often")
     with pytest.raises(FunctionError, match="a:b returned 'often'; return the probability"):
         wrong.points(grown(trace(IDS[0], 3)), 1, random.Random(0), SHARES)
 
@@ -118,7 +118,9 @@ def test_a_function_is_asked_before_each_call_with_what_was_until_then():
 )
 def test_groups_that_explore_have_about_as_many_trunks_as_ends(repeat, trunks, ends):
     assert exploring(repeat) == Shares(trunks, ends)
-    assert Where(BranchingSection(where="best"), repeat).shares(random.Random(0)).ends == ends
+    assert (
+        PointSelector(BranchingSection(where="best"), repeat).shares(random.Random(0)).ends == ends
+    )
 
 
 def group_of(step, task, decisive):
@@ -142,7 +144,7 @@ def explored(where, seeds=100):
 
 
 def test_best_explores_while_it_knows_little():
-    where = Where(BranchingSection(where="best"), 16)
+    where = PointSelector(BranchingSection(where="best"), 16)
     assert explored(where) == 100
     where.learn([replace(trace(RolloutId(1, 0, n), 5), reward=0.0) for n in range(8)])
     assert explored(where) == 100  # nothing was seen of what decides
@@ -157,14 +159,14 @@ def test_one_step_is_enough_to_begin_where_the_end_decides():
     """Four groups that explored, as the first step of a run has them."""
     found = []
     for seed in range(20):
-        where = Where(BranchingSection(where="best"), 16)
+        where = PointSelector(BranchingSection(where="best"), 16)
         where.learn([t for at in range(1, 5) for t in group_of(1, 10 * seed + at, at)])
         found.append(where.advice())
     assert sum(one.call == 4 for one in found) > 14
 
 
 def test_best_begins_where_the_end_decides_once_it_has_seen_it():
-    where = Where(BranchingSection(where="best"), 16)
+    where = PointSelector(BranchingSection(where="best"), 16)
     assert where.advice() is None
     for step in range(1, 13):
         where.learn([t for task in range(2) for t in group_of(step, task, 4)])
@@ -183,10 +185,10 @@ def test_best_begins_where_the_end_decides_once_it_has_seen_it():
 def test_what_was_learned_is_kept_as_json():
     import json
 
-    where = Where(BranchingSection(where="best"), 16)
+    where = PointSelector(BranchingSection(where="best"), 16)
     for step in range(1, 8):
         where.learn(group_of(step, 0, 2))
-    again = Where(BranchingSection(where="best"), 16).restored(
+    again = PointSelector(BranchingSection(where="best"), 16).restored(
         json.loads(json.dumps(where.state()))
     )
     assert again.state() == where.state()

@@ -17,7 +17,7 @@ from tuner.config.load import load_config
 from tuner.config.schema import BranchingSection, HistorySection
 from tuner.errors import TunerError
 from tuner.rollouts.allocation import Positions
-from tuner.rollouts.branching import Branching, Where
+from tuner.rollouts.branching import Branching, PointSelector
 from tuner.rollouts.groups import BatchLog
 from tuner.runs.console import JsonlMonitor
 from tuner.runs.directory import RunDirectory, check_same_run, damage, read_metrics
@@ -203,7 +203,7 @@ BESIDE = {
 
 def restored(path):
     section = BranchingSection()
-    Branching(Where(section, 4), 0, lambda sampling: True, path).restore(9)
+    Branching(PointSelector(section, 4), 0, lambda sampling: True, path).restore(9)
 
 
 def commands(run, other):

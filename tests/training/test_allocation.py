@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from tuner.rollouts.allocation import POSITIONS, Fork, Positions, Seen, score
+from tuner.rollouts.allocation import POSITIONS, Fork, Positions, RolloutSummary, score
 
 
 class Chain:
@@ -23,7 +23,7 @@ class Chain:
 
     def seen(self, actions):
         scores = [score([float(np.log(self.p if one else 1 - self.p))]) for one in actions]
-        return Seen(float(self.reward(actions)), self.costs[: len(actions)], scores)
+        return RolloutSummary(float(self.reward(actions)), self.costs[: len(actions)], scores)
 
     def task(self, dice, trunks=3, ends=2):
         """Trunks, each forked once at a call that was drawn beforehand."""
@@ -163,8 +163,8 @@ def test_what_fades_counts_less_than_what_is_new():
 
 def test_rollouts_that_end_early_cost_and_reach_less():
     found = Positions()
-    long = [Seen(float(reward), [2, 4], [0.25, 0.25]) for reward in (0, 1)]
-    found.add([*long, Seen(0.0, [2], [0.25]), Seen(1.0, [2], [0.25])])
+    long = [RolloutSummary(float(reward), [2, 4], [0.25, 0.25]) for reward in (0, 1)]
+    found.add([*long, RolloutSummary(0.0, [2], [0.25]), RolloutSummary(1.0, [2], [0.25])])
     assert found.reach == (1.0, 0.5)
     advice = found.best(rollouts=4)
     assert advice.cost == (2.0, 2.0)
@@ -188,7 +188,7 @@ def test_what_is_open_counts_for_those_that_get_there_alone():
 def test_calls_beyond_the_last_position_count_there_and_nothing_forks_there():
     found = Positions()
     count = POSITIONS + 10
-    seen = [Seen(float(reward), [1] * count, [0.25] * count) for reward in (0, 1, 0, 1)]
+    seen = [RolloutSummary(float(reward), [1] * count, [0.25] * count) for reward in (0, 1, 0, 1)]
     forks = [Fork(call, seen[:2]) for call in range(POSITIONS - 1, count) for _ in range(20)]
     found.add(seen, forks)
     advice = found.best(rollouts=4)
@@ -226,7 +226,8 @@ def test_it_is_known_how_much_is_known():
     alike = Positions()
     for _ in range(50):
         alike.add(
-            [Seen(0.0, [1] * 3, [0.25] * 3)] * 4, [Fork(1, [Seen(0.0, [1] * 3, [0.25] * 3)] * 2)]
+            [RolloutSummary(0.0, [1] * 3, [0.25] * 3)] * 4,
+            [Fork(1, [RolloutSummary(0.0, [1] * 3, [0.25] * 3)] * 2)],
         )
     assert alike.best(rollouts=8).unknown == pytest.approx(1, abs=0.03)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tuner.rollouts.allocation import _GRID, ALIKE, Shown, openness
+from tuner.rollouts.allocation import _GRID, ALIKE, ForkResults, openness
 
 SCORES = np.array([1.0, 3.0, 2.0, 2.0])
 
@@ -13,7 +13,7 @@ def shown(*forks, size=4):
     sums = np.zeros((6, size))
     for at, o, d in forks:
         sums[:, at] += (1, o, d, o * o, o * d, d * d)
-    return Shown(*sums)
+    return ForkResults(*sums)
 
 
 def forks(at, share, count, dice, size=0.5):

@@ -12,7 +12,7 @@ from tuner.engines.grammar_text import with_head
 from tuner.engines.transformers.engine import TransformersEngine
 from tuner.errors import ContextLengthError
 from tuner.runs.models import load_model, load_tokenizer
-from tuner.trinity.endpoints import ServedEngine
+from tuner.trinity.endpoints import TrinityVllmEngine
 
 PROMPT = [10, 20, 30, 40]
 
@@ -34,7 +34,7 @@ async def served(model, version=lambda: 3):
         return version()
 
     async with serving(direct) as (server, address):
-        engine = ServedEngine(
+        engine = TrinityVllmEngine(
             address,
             model_name="m",
             api_key="k",
@@ -204,7 +204,7 @@ async def test_a_server_that_is_gone_is_named():
     async def version():
         return 0
 
-    engine = ServedEngine(
+    engine = TrinityVllmEngine(
         "http://127.0.0.1:9", model_name="m", api_key="k", max_model_len=64, model_version=version
     )
     with pytest.raises(EngineError, match=r"engine at http://127.0.0.1:9.* broke: ConnectError"):

@@ -16,7 +16,7 @@ from tuner.traces import Outcome, RolloutId
 from tuner.trinity import launch
 from tuner.trinity.handover import TrinitySettings
 from tuner.trinity.launch import _Run
-from tuner.trinity.preparation import Prepared
+from tuner.trinity.preparation import PreparedRun
 from tuner.trinity.progress import Journal, report_file
 from tuner.trinity.stage import SERVE_KEY, GaveUp
 
@@ -56,7 +56,7 @@ def run(tmp_path):
             synchronizer=SimpleNamespace(sync_timeout=3600),
         )
         settings = TrinitySettings({}, TunerSection(**tuner), {}, ("tensorboard",))
-        made = _Run(Prepared(settings, {}, config, 4, [4], {}, {}, own_cluster=True))
+        made = _Run(PreparedRun(settings, {}, config, 4, [4], {}, {}, own_cluster=True))
         made._error = error
         report(tmp_path, "trainer", [{"step": n + 1, **UPDATE} for n in range(trained)])
         report(

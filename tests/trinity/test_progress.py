@@ -11,7 +11,7 @@ from tests.kit.builders import call, trace
 from tuner.errors import FunctionError, TrainingError
 from tuner.runs.directory import RunDirectory
 from tuner.traces import Outcome, TraceStore
-from tuner.trinity.progress import Journal, Progress, report_file
+from tuner.trinity.progress import Journal, TrinityProgress, report_file
 
 
 def write_many(folder, task):
@@ -45,7 +45,9 @@ def test_the_first_reason_to_stop_stays_until_the_run_is_started_again(tmp_path)
 def progress_of(folder):
     path = report_file(folder, "trainer")
     path.parent.mkdir()
-    made = Progress(RunDirectory(folder), explorer="explorer", trainer="trainer", evaluations=[])
+    made = TrinityProgress(
+        RunDirectory(folder), explorer="explorer", trainer="trainer", evaluations=[]
+    )
     return made, path
 
 
@@ -92,7 +94,7 @@ CALL = call("c", [1], [2], [-1.0])
     ],
 )
 def test_a_step_teaches_by_the_differences_inside_its_groups(tmp_path, rewards, settings, taught):
-    progress = Progress(
+    progress = TrinityProgress(
         RunDirectory(tmp_path), explorer="explorer", trainer="trainer", evaluations=[], **settings
     )
     traces = [trace(task, n, [CALL], reward=reward) for n, (task, reward) in enumerate(rewards)]
@@ -111,7 +113,7 @@ def test_failed_rollouts_teach_where_they_are_penalized(tmp_path):
         trace(0, 1, [CALL], outcome=Outcome.WORKFLOW_ERROR),
     ]
     for penalty, taught in ((0.0, True), (1.0, False)):
-        progress = Progress(
+        progress = TrinityProgress(
             RunDirectory(tmp_path),
             explorer="explorer",
             trainer="trainer",

@@ -14,7 +14,7 @@ from tuner.runs.directory import RunDirectory
 from tuner.traces import Outcome, TraceStore
 from tuner.trinity.handover import CALL_REWARDS, restored
 from tuner.trinity.preparation import to_yaml
-from tuner.trinity.progress import Journal, Progress, report_file
+from tuner.trinity.progress import Journal, TrinityProgress, report_file
 from tuner.trinity.resume import Start, positions, require_same_run, rewind
 
 UPDATE = {"actor/grad_norm": 0.5}
@@ -47,7 +47,7 @@ class Killed:
             explorer=SimpleNamespace(name="explorer"),
             trainer=SimpleNamespace(name="trainer"),
         )
-        self.progress = Progress(
+        self.progress = TrinityProgress(
             RunDirectory(folder), explorer="explorer", trainer="trainer", evaluations=["held"]
         )
         self.store = TraceStore(folder / "traces")

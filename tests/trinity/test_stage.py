@@ -13,7 +13,7 @@ from starlette.routing import Route
 from tuner.errors import ConfigError
 from tuner.trinity.stage import (
     SERVE_KEY,
-    Locked,
+    KeyGuard,
     fill_mode,
     require_free_port,
     serve_key,
@@ -87,7 +87,7 @@ async def test_a_server_behind_a_key_answers_who_has_it(path, key, status):
         return PlainTextResponse("m")
 
     app = Starlette(routes=[Route("/v1/models", models)])
-    app.add_middleware(Locked, key="k1")
+    app.add_middleware(KeyGuard, key="k1")
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://h") as client:
         answer = await client.get(path, headers={} if key is None else {"authorization": key})

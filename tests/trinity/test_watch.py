@@ -16,7 +16,7 @@ from tuner.runs.console import ConsoleMonitor
 from tuner.runs.directory import RunDirectory
 from tuner.traces import Outcome
 from tuner.trinity import watch as watching
-from tuner.trinity.progress import Journal, Progress, report_file
+from tuner.trinity.progress import Journal, TrinityProgress, report_file
 from tuner.trinity.watch import Death, Watch, advice, last_errors, printed_by
 
 UPDATE = {"actor/grad_norm": 0.5, "time/read_experience": 3.0, "time/train_step": 1.0}
@@ -51,7 +51,7 @@ class Run:
             buffer=SimpleNamespace(batch_size=2, train_batch_size=4),
             algorithm=SimpleNamespace(repeat_times=2),
         )
-        progress = Progress(
+        progress = TrinityProgress(
             RunDirectory(folder), explorer="explorer", trainer="trainer", evaluations=[]
         )
         self.watch = Watch(

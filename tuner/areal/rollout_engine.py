@@ -19,7 +19,7 @@ from tuner.areal.token_workflow import Episode, ModelRequest, ModelResponse, Ses
 from tuner.areal.trajectories import concat_padded_tensors
 from tuner.areal.trajectory_batch import Account, TrajectoryBatch
 from tuner.errors import ConfigError, DatasetError, TrainingError
-from tuner.rollouts.groups import Ahead, admissible
+from tuner.rollouts.groups import WorkAhead, admissible
 from tuner.runs.stack import adds_up, selection
 from tuner.tasks.functions import check_settings
 from tuner.tasks.selection import derive_seed
@@ -47,7 +47,7 @@ class RolloutEngine:
         self._staleness = max_head_offpolicyness
         self._begun = 0
         self._accepted = 0
-        self._ahead: Ahead[list[Group]] = Ahead()
+        self._ahead: WorkAhead[list[Group]] = WorkAhead()
         self._rows: dict[int, dict[str, Any]] = {}
         self._batches: tuple[Any, Iterator[Any]] | None = None
         self._waiting: list[dict[str, Any]] = []

@@ -25,13 +25,13 @@ class Values:
 
 
 @dataclass(frozen=True)
-class Same:
+class SameAs:
     """Accepts the value of another key."""
 
     path: str
 
 
-Accepts = Values | Same | None
+Accepts = Values | SameAs | None
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Foreign:
                     return f"{self.why}; remove it"
                 choice = " or ".join(_as_yaml(one) for one in allowed)
                 return f"{self.why}; set it to {choice}, or remove it"
-            case Same(path):
+            case SameAs(path):
                 wanted = lookup(config, path)
                 if value is None or _equal(value, wanted):
                     return None
@@ -129,7 +129,7 @@ def _accepts(given: Any) -> Accepts:
         case "anything":
             return None
         case {"as": path}:
-            return Same(path)
+            return SameAs(path)
         case _:
             return Values(tuple(given))
 

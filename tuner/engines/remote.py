@@ -38,7 +38,7 @@ from tuner.engines.base import (
 )
 from tuner.engines.request import Flight, Progress, RequestEngine
 from tuner.engines.sampling import check_sampling, packed_kept
-from tuner.engines.servers import Fleet, Sampled, Seat, TokenServer
+from tuner.engines.servers import Fleet, SampledTokens, Seat, TokenServer
 
 _POLL = 0.0005
 """Seconds between checks whether the parts in flight have ended."""
@@ -223,7 +223,7 @@ class ServedEngine(RequestEngine):
         if progress.cached_tokens < 0:
             progress.cached_tokens = cached
 
-    def _take(self, progress: Progress, sampled: Sampled, version: int) -> bool:
+    def _take(self, progress: Progress, sampled: SampledTokens, version: int) -> bool:
         """Hand tokens over; True when the completion is finished."""
         before = len(progress.completion_ids)
         try:

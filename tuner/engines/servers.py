@@ -39,7 +39,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampledTokens:
     """The next tokens of a completion.
 
     Attributes:
@@ -124,7 +124,7 @@ class TokenServer(Protocol):
 
     def stream(
         self, prompt_ids: Sequence[int], sampling: SamplingParams, label: str
-    ) -> AsyncGenerator[Sampled, None]:
+    ) -> AsyncGenerator[SampledTokens, None]:
         """Sample up to `sampling.max_tokens` tokens with the weights of this label.
 
         Stop strings are ignored. Closing the generator ends the completion.

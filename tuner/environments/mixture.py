@@ -29,7 +29,7 @@ _NAME = re.compile(r"[\w-]+")
 _KEYS = ("environment", "workflow", "judge", "train_dataset", "eval_dataset")
 
 
-class Scored:
+class ScoredResponse:
     """The response of a set without a judge, and the workflow's reward."""
 
     def __init__(self, output: WorkflowOutput) -> None:
@@ -148,7 +148,7 @@ class Mixture(Environment):
         )
         if self.judge is None or environment.judge is not None:
             return output
-        return output.model_copy(update={"response": Scored(output)})
+        return output.model_copy(update={"response": ScoredResponse(output)})
 
     async def _judge(
         self, task: dict[str, Any], response: Any, auxiliary_models: Any = None, logger: Any = None
@@ -163,7 +163,7 @@ class Mixture(Environment):
                 auxiliary_models=auxiliary_models,
                 logger=logger,
             )
-        if not isinstance(response, Scored):
+        if not isinstance(response, ScoredResponse):
             raise RewardError(f"set {task[self._field]!r} has no judge to call again")
         if response.reward is None:
             raise FunctionError(

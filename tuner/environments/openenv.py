@@ -64,7 +64,7 @@ class Form:
 
 
 @dataclass
-class Episode:
+class OpenEnvEpisode:
     """A session at the server, and its state.
 
     Attributes:
@@ -420,14 +420,14 @@ class OpenEnv(Environment):
         if self._server is not None:
             await in_thread(self._server.close)
 
-    async def _begun(self, url: str | None, reset: dict[str, Any]) -> Episode:
+    async def _begun(self, url: str | None, reset: dict[str, Any]) -> OpenEnvEpisode:
         """A session after its reset. If the server has none free, wait until one of ours ends."""
         from websockets.exceptions import ConnectionClosedOK
 
         waits_since, pause = time.monotonic(), 0.05
         while True:
             client = await self._connected(url)
-            episode = Episode(client, url or "the server", self._step_timeout, self._form)
+            episode = OpenEnvEpisode(client, url or "the server", self._step_timeout, self._form)
             try:
                 await episode.reset(reset)
                 return episode
@@ -469,7 +469,7 @@ class OpenEnv(Environment):
             self._schema = reply.json()["action"]
         return self._schema
 
-    def _output(self, episode: Episode) -> WorkflowOutput:
+    def _output(self, episode: OpenEnvEpisode) -> WorkflowOutput:
         rewards, reward = episode.rewards, self._unrewarded
         if rewards:
             reward = sum(rewards) if self._reward == "sum" else rewards[-1]

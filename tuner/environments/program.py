@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 from tuner.environments.seam import Environment
 from tuner.errors import ConfigError, MissingDependencyError, ProgramError
-from tuner.rewards.sandbox import Finished, Limits, remove, run
+from tuner.rewards.sandbox import Limits, ProgramResult, remove, run
 from tuner.tasks.functions import WorkflowOutput, shown
 from tuner.tasks.loading import load_function
 
@@ -94,7 +94,7 @@ class Container:
         stdin: str | None,
         environment: Mapping[str, str],
         limits: Limits,
-    ) -> Finished:
+    ) -> ProgramResult:
         """As `sandbox.run`, in a container of its own, which is removed."""
         name = f"tuner-{uuid.uuid4().hex}"
         own = {key: os.environ[key] for key in _CLIENTS if key in os.environ}
@@ -541,7 +541,7 @@ class Program(Environment):
         """Remove the folders that are left."""
         await asyncio.to_thread(self._workspaces.close)
 
-    async def _finished(self, folder: Path, values: Mapping[str, str]) -> Finished:
+    async def _finished(self, folder: Path, values: Mapping[str, str]) -> ProgramResult:
         for name, text in self._given(values).items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)
@@ -570,7 +570,7 @@ class Program(Environment):
         kind, _, name = self._prompt.partition(":")
         return {os.path.normpath(name): values["prompt"]} if kind == "file" else {}
 
-    def _check(self, finished: Finished) -> None:
+    def _check(self, finished: ProgramResult) -> None:
         """Raises ProgramError where it did not end as it should."""
         name = self._command[0]
         if finished.ended != "exited":

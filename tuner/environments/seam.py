@@ -21,7 +21,7 @@ from tuner.errors import ConfigError, FunctionError
 from tuner.runs.directory import outside_event_loop
 from tuner.tasks.functions import WorkflowOutput, end_run, shown
 from tuner.tasks.loading import import_module_or_file, load_named
-from tuner.tasks.settings import WITHOUT_FILE, Given, settings_of
+from tuner.tasks.settings import WITHOUT_FILE, TuneArguments, settings_of
 
 # `kind` in the file -> its class.
 CLASSES: dict[str, str] = {
@@ -190,7 +190,7 @@ class Parts:
     workflow: Callable[..., Any] | None
     judge: Callable[..., Any] | None
     train_dataset: Any
-    given: Given
+    given: TuneArguments
 
     @contextmanager
     def closing(self, *, unless_well: bool = False) -> Iterator[Parts]:
@@ -214,7 +214,7 @@ def parts_of(
     workflow: Callable[..., Any] | None,
     judge: Callable[..., Any] | None,
     train_dataset: Any,
-    given: Given,
+    given: TuneArguments,
 ) -> Parts:
     """Put an environment's workflow, judge and datasets in their places.
 
@@ -238,7 +238,7 @@ def parts_of(
         settings_of(None, None, None, **given),
         given.get("overrides", ()),
     )
-    rest: Given = {**given, "environment": None}
+    rest: TuneArguments = {**given, "environment": None}
     if rest.get("eval_dataset") is None and not _names_evaluation(layers):
         rest["eval_dataset"] = environment.eval_dataset
     if train_dataset is None and _rolls_out(layers) and not lookup(layers.tree, _TASKSET):
@@ -263,7 +263,7 @@ def _names_evaluation(layers: Layers) -> bool:
     return any(isinstance(one, Mapping) and one.get("path") for one in found)
 
 
-def _missing(settings: Mapping[str, Any], layers: Layers, given: Given) -> list[str]:
+def _missing(settings: Mapping[str, Any], layers: Layers, given: TuneArguments) -> list[str]:
     """An environment's settings that nothing else sets, as overrides."""
     unmade = WITHOUT_FILE if given.get("config_path") is None else {}
     return [

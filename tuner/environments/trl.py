@@ -48,7 +48,7 @@ _NO_TOOLS = ("reset", "get_reward")
 
 
 @dataclass(frozen=True)
-class Completed:
+class TrlCompletion:
     """A completion as reward functions see it.
 
     Attributes:
@@ -175,7 +175,7 @@ class Tools:
 
 
 @dataclass
-class Prompted:
+class TrlPrompt:
     """A prompt to be completed."""
 
     prompt: Any
@@ -192,7 +192,7 @@ class Prompted:
         environment: Any,
         instances: Instances,
         config: GRPOConfig,
-    ) -> Prompted:
+    ) -> TrlPrompt:
         """A row's prompt, with the text of the environment's reset.
 
         Raises:
@@ -216,7 +216,7 @@ class Prompted:
                 prompt = [*prompt[:-1], {**last, "content": last["content"] + said}]
         return cls(prompt, tools, config, environment, name)
 
-    async def completed(self, model: Any) -> Completed:
+    async def completed(self, model: Any) -> TrlCompletion:
         """Complete the prompt; `args` sets the sampling."""
         added = None if isinstance(self.prompt, str) else await self._answered(model)
         if added is None:
@@ -229,7 +229,7 @@ class Prompted:
             text = model.session.text_of(calls[-1].completion_ids)
             added = text if added is None else [{"role": "assistant", "content": text}]
         counts = {"tool_calls": self.tools.called, "tool_failures": self.tools.failed}
-        return Completed(
+        return TrlCompletion(
             prompt=self.prompt,
             completion=added,
             ids=_ids(calls),
@@ -409,7 +409,7 @@ class RewardFunctions:
             )
 
     async def of(
-        self, task: dict[str, Any], group: Sequence[Completed], *, max_steps: int
+        self, task: dict[str, Any], group: Sequence[TrlCompletion], *, max_steps: int
     ) -> list[JudgeOutput]:
         """The weighted sum of the rewards of each completion; NaN if it has none.
 
@@ -613,11 +613,13 @@ class TRL(Environment):
             DatasetError: The row has no prompt, or images.
         """
         name, instance = await self._instances.take(task)
-        prompted = await Prompted.of(task, name, instance, self._instances, self._config)
+        prompted = await TrlPrompt.of(task, name, instance, self._instances, self._config)
         completed = await prompted.completed(model)
         return WorkflowOutput(response=completed, metrics=completed.metrics)
 
-    async def _judge(self, task: dict[str, Any], responses: list[Completed]) -> list[JudgeOutput]:
+    async def _judge(
+        self, task: dict[str, Any], responses: list[TrlCompletion]
+    ) -> list[JudgeOutput]:
         """Weighted sums of the rewards of a group."""
         outputs = await self._rewards.of(task, responses, max_steps=self._steps)
         for one in responses:

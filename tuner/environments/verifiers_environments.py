@@ -30,7 +30,7 @@ class EpisodeError(TunerError, RuntimeError):
     """An episode of verifiers failed before it could be scored."""
 
 
-class Reply(str):
+class VerifiersReply(str):
     """The agent's last message, and verifiers' record of the episode.
 
     Attributes:
@@ -40,7 +40,7 @@ class Reply(str):
     trace: Any
 
     @classmethod
-    def of(cls, trace: Any) -> Reply:
+    def of(cls, trace: Any) -> VerifiersReply:
         reply = cls(trace.last_reply)
         reply.trace = trace
         return reply
@@ -156,7 +156,7 @@ class Verifiers(Environment):
         numbers = {name: value for name, value in trace.metrics.items() if value is not None}
         scores = {f"reward_{name}": one.score for name, one in trace.rewards.items()}
         metrics = {"turns": trace.num_turns, **numbers, **scores}
-        return WorkflowOutput(response=Reply.of(trace), metrics=metrics)
+        return WorkflowOutput(response=VerifiersReply.of(trace), metrics=metrics)
 
     async def judge(self, task: dict[str, Any], response: Any) -> JudgeOutput:
         """The reward, and each of the rewards in words.
@@ -164,7 +164,7 @@ class Verifiers(Environment):
         Raises:
             RewardError: The response does not come from the workflow.
         """
-        if not isinstance(response, Reply):
+        if not isinstance(response, VerifiersReply):
             raise RewardError(
                 f"the response is {shown(response)}: verifiers scores an episode only while it runs"
             )
@@ -215,14 +215,14 @@ async def _door(env: Any) -> AsyncIterator[Any]:
     from verifiers.v1.configs.client import resolve_api_key, resolve_headers
     from verifiers.v1.interception import InterceptionServer
 
-    class Client(EvalClient):  # type: ignore[misc]  # verifiers has no types here
+    class VerifiersClient(EvalClient):  # type: ignore[misc]  # verifiers has no types here
         def __init__(self, config: Any) -> None:
             self.base_url, self.client = config.base_url, pool
             self.api_key, self.headers = resolve_api_key(config), resolve_headers(config)
 
-    class Door(InterceptionServer):  # type: ignore[misc]
+    class VerifiersDoor(InterceptionServer):  # type: ignore[misc]
         def _client(self, config: Any) -> Any:
-            return Client(config)
+            return VerifiersClient(config)
 
     shared = env._shared_tools
     if env._requires_tunnel(shared):
@@ -231,7 +231,7 @@ async def _door(env: Any) -> AsyncIterator[Any]:
     keys = tuple(one.state_secret for one in shared.values() if one.state_secret)
     async with (
         build_async_httpx(EvalClientConfig()) as pool,
-        Door(state_service_secrets=keys) as door,
+        VerifiersDoor(state_service_secrets=keys) as door,
     ):
         yield door
 

@@ -38,7 +38,7 @@ from tuner.gateway.families.parsing import (
 from tuner.gateway.families.renderer import ChatRenderer, decode
 from tuner.gateway.request_error import RequestError, has_diverged, has_ended, too_long
 from tuner.gateway.requests import Answer, Choice, CompletionRequest, check_settings
-from tuner.gateway.script import Given, Script
+from tuner.gateway.script import Script, ScriptedAnswer
 from tuner.gateway.service import in_turn
 from tuner.gateway.sessions import Session
 from tuner.traces import Call, Dialect
@@ -68,7 +68,7 @@ class Pending:
     ) -> None:
         self.prompt = prompt
         self.sampling = sampling
-        self.given: Given | None = None
+        self.given: ScriptedAnswer | None = None
         self.tokens: list[tuple[int, float, int]] = []
         self._closed = False
         self._lock = threading.Lock()  # the engine may push from another thread

@@ -95,7 +95,7 @@ class HttpDoor:
             self.base_url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/v1"
         config = uvicorn.Config(
             _Endpoint(gateway, opening),
-            http=_Connection,
+            http=_HttpConnection,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -127,7 +127,9 @@ class HttpDoor:
         """Also accept connections in a thread while the block runs, because the loop is blocked."""
         endpoint = _Endpoint(self._gateway)
         server = _Server(
-            uvicorn.Config(endpoint, http=_Connection, ws="none", lifespan="off", log_config=None)
+            uvicorn.Config(
+                endpoint, http=_HttpConnection, ws="none", lifespan="off", log_config=None
+            )
         )
         sockets = [self._socket.dup()]
         threading.Thread(
@@ -156,7 +158,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-class _Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # h11 or httptools
+class _HttpConnection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # h11 or httptools
     """A connection with a time limit for the headers of each request, and a limit of connections.
     uvicorn's own `timeout_keep_alive` begins only after the first answer and ends with the first
     byte; its `limit_concurrency` leaves connections open."""
@@ -251,7 +253,7 @@ class _Endpoint:
             name.decode("latin-1").lower(): value.decode("latin-1")
             for name, value in scope["headers"]
         }
-        connection: _Connection | None = scope.get("state", {}).get(_CONNECTION)
+        connection: _HttpConnection | None = scope.get("state", {}).get(_CONNECTION)
         joined = None if scope["method"] == "HEAD" else connection  # whose answers have no body
         try:
             _check_door(headers, self._opening.names)
@@ -341,7 +343,7 @@ async def _in_time(receive: Receive, patience: float) -> Message:
         return await receive()
 
 
-async def _send(reply: Reply, send: Send, connection: _Connection | None) -> None:
+async def _send(reply: Reply, send: Send, connection: _HttpConnection | None) -> None:
     kind = reply.content_type
     own = (
         ("content-length", str(len(reply.body))),

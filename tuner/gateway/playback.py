@@ -23,7 +23,7 @@ from tuner.gateway.families.parsing import Delta, ParsedMessage, ParsedToolCall
 from tuner.gateway.relay import CHAT, read_body, sampling_said
 from tuner.gateway.request_error import RequestError, has_diverged
 from tuner.gateway.requests import Answer, Choice, CompletionRequest
-from tuner.gateway.script import Recorded, Script, others
+from tuner.gateway.script import RecordedRequest, Script, others
 from tuner.gateway.service import Reply, StreamReply
 from tuner.gateway.sessions import Session
 from tuner.traces import Call, Trace, Usage
@@ -79,7 +79,7 @@ class MessageScript(Script):
         """
         count = request.n * len(request.prompts or (None,))
 
-        def differing(one: Recorded) -> str:
+        def differing(one: RecordedRequest) -> str:
             if len(one.calls) != count:
                 return f"the request has {count} choices and had {len(one.calls)}"
             return others(one, [settings(one.calls[i], i) for i in range(count)], free)
@@ -94,7 +94,7 @@ class MessageScript(Script):
         return found.id, found.calls
 
 
-def _says(request: CompletionRequest, one: Recorded) -> bool:
+def _says(request: CompletionRequest, one: RecordedRequest) -> bool:
     """Whether messages, prompts and tools are a recorded request's."""
     call = one.calls[min(one.calls)]
     if request.prompts is not None:
@@ -165,7 +165,7 @@ def _own(kind: type[Exchange], session: Session, role: str | None, body: bytes) 
     free = {"grammar", "bad_words"}
     if context is None or (request.max_tokens is None and defaults.max_tokens is None):
         free.add("max_tokens")
-    exchange.completion = _Told(
+    exchange.completion = _PlaybackRequest(
         exchange.completion,
         lambda told, call, index: told.sampling(call, index, context or _MANY),
         free,
@@ -177,7 +177,7 @@ def _relayed(session: Session, role: str | None, body: bytes) -> Exchange:
     """A request that was handed on to a model behind a URL."""
     exchange = _RelayedExchange(session, role, body)
     said = sampling_said(exchange.body)
-    exchange.completion = _Told(exchange.completion, lambda *_: said, ())
+    exchange.completion = _PlaybackRequest(exchange.completion, lambda *_: said, ())
     return exchange
 
 
@@ -201,7 +201,7 @@ class _RelayedExchange(ChatExchange):
         self.completion = Completion(session, role, request, dialect="chat", prefix="chatcmpl-")
 
 
-class _Told(Completion):
+class _PlaybackRequest(Completion):
     """A request that is answered by calls that were recorded.
 
     Args:
@@ -213,7 +213,7 @@ class _Told(Completion):
     def __init__(
         self,
         of: Completion,
-        settings: Callable[[_Told, Call, int], SamplingParams],
+        settings: Callable[[_PlaybackRequest, Call, int], SamplingParams],
         free: Collection[str],
     ) -> None:
         super().__init__(of.session, of._role, of.request, dialect=of._dialect, prefix=of._prefix)

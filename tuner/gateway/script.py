@@ -32,7 +32,7 @@ from tuner.traces import Call, FunctionResult, Trace
 
 
 @dataclass(frozen=True)
-class Given:
+class ScriptedAnswer:
     """The script's answer to one choice of a request.
 
     Attributes:
@@ -73,7 +73,7 @@ class Divergence:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedRequest:
     """A request of the recorded rollout.
 
     Attributes:
@@ -160,7 +160,7 @@ class Script:
         """Why a call cannot be replayed, or None."""
         return call.invalid
 
-    def _requests(self) -> list[Recorded]:
+    def _requests(self) -> list[RecordedRequest]:
         """In the order in which they began."""
         members: dict[str, dict[int, tuple[int, Call]]] = {}
         for number, call in enumerate(self.trace.calls):
@@ -181,7 +181,9 @@ class Script:
             }
             first = min(number for number, _ in calls.values())
             by_index = {index: call for index, (_, call) in calls.items()}
-            found.append(Recorded(id_, by_index[min(by_index)].started, first, by_index, given))
+            found.append(
+                RecordedRequest(id_, by_index[min(by_index)].started, first, by_index, given)
+            )
         return sorted(found, key=lambda request: (request.started, request.first))
 
     def _whole(self, call: Call) -> int:
@@ -197,7 +199,7 @@ class Script:
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]],
         can_go_on: Callable[[SamplingParams], bool],
-    ) -> tuple[str, Mapping[int, Given]] | None:
+    ) -> tuple[str, Mapping[int, ScriptedAnswer]] | None:
         """The id of a request's response and the known part of its choices; None: sample it.
 
         Args:
@@ -231,11 +233,11 @@ class Script:
 
     def _taken(
         self,
-        alike: Sequence[Recorded],
-        differing: Callable[[Recorded], str],
+        alike: Sequence[RecordedRequest],
+        differing: Callable[[RecordedRequest], str],
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]],
-    ) -> Recorded | None:
+    ) -> RecordedRequest | None:
         """The recorded request that matches, if any of it is before the point; None: sample it.
 
         Args:
@@ -266,7 +268,7 @@ class Script:
 
     def _diverges(
         self,
-        expected: Recorded | None,
+        expected: RecordedRequest | None,
         found: str,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]],
@@ -281,11 +283,11 @@ class Script:
         first = min(one.first for one in self._left)
         self.divergence = Divergence(first, what, call, messages, tools, number=expected.first)
 
-    def _nearest(self, messages: Sequence[Mapping[str, Any]]) -> Recorded | None:
+    def _nearest(self, messages: Sequence[Mapping[str, Any]]) -> RecordedRequest | None:
         """The expected request: the one whose messages agree longest with these, and of several the
         first. Parallel agents ask in any order."""
 
-        def begins(one: Recorded) -> tuple[int, int]:
+        def begins(one: RecordedRequest) -> tuple[int, int]:
             recorded = one.calls[min(one.calls)].messages
             pairs = list(zip(messages, recorded, strict=False))
             same = _parting(messages, recorded)
@@ -317,7 +319,7 @@ class Script:
         return self.divergence
 
 
-def _given(call: Call, count: int) -> Given:
+def _given(call: Call, count: int) -> ScriptedAnswer:
     whole = count == len(call.completion_ids) and not call.undelivered
     reason = "stop" if call.finish_reason == "tool_calls" else call.finish_reason
     kept = call.kept[:count] or ("",) * (count if call.sampling.cuts else 0)
@@ -331,10 +333,12 @@ def _given(call: Call, count: int) -> Given:
         kept=kept,
     )
     ids = [one["id"] for one in call.response.get("tool_calls") or ()] if whole else []
-    return Given(generation, whole, tuple(ids))
+    return ScriptedAnswer(generation, whole, tuple(ids))
 
 
-def others(request: Recorded, settings: Sequence[SamplingParams], free: Collection[str]) -> str:
+def others(
+    request: RecordedRequest, settings: Sequence[SamplingParams], free: Collection[str]
+) -> str:
     """Names of the settings of a request with these prompts that differ from the recorded ones; "":
     none."""
     names = [field.name for field in fields(SamplingParams) if field.name not in free]

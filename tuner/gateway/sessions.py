@@ -322,13 +322,13 @@ class Results:
         finally:
             _CURRENT.reset(token)
 
-    def begin(self, function: str, arguments: dict[str, Any]) -> _Begun:
+    def begin(self, function: str, arguments: dict[str, Any]) -> _FunctionCall:
         """A function is called."""
         key = json.dumps([function, arguments], sort_keys=True)
         with self._lock:
             occurrence = self._begun[key]
             self._begun[key] += 1
-        return _Begun(self, function, arguments, occurrence)
+        return _FunctionCall(self, function, arguments, occurrence)
 
     def given(
         self, function: str, arguments: dict[str, Any], occurrence: int
@@ -343,7 +343,7 @@ class Results:
         self._kept.append(FunctionResult(function, arguments, occurrence, value, self._committed()))
 
 
-class _Begun:
+class _FunctionCall:
     """One call of a recorded function.
 
     Args:
@@ -416,7 +416,7 @@ def recorded(function: F) -> F:
         raise FunctionError(f"@tuner.recorded: {where(function)} yields; it must return")
     name, signature = _name(inner), inspect.signature(function)
 
-    def begin(args: Any, kwargs: Any) -> _Begun | None:
+    def begin(args: Any, kwargs: Any) -> _FunctionCall | None:
         results = _collecting()
         if results is None:
             return None

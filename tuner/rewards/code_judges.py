@@ -23,7 +23,7 @@ from typing import Any, Literal
 from xml.etree import ElementTree
 
 from tuner.errors import MissingDependencyError, RewardError, SandboxError, pip_install
-from tuner.rewards.sandbox import Finished, Limits, remove, run
+from tuner.rewards.sandbox import Limits, ProgramResult, remove, run
 from tuner.tasks.functions import JudgeOutput, JudgeType, TaskRow, response_text, shown
 
 Isolation = Literal["auto", "bubblewrap", "process"]
@@ -159,14 +159,14 @@ _PYTEST = (
 
 
 @dataclass(frozen=True)
-class _Report:
+class _PytestReport:
     """pytest's result: the number of tests, and the reason of each that did not pass."""
 
     total: int
     failures: list[str]
 
 
-def _report(text: bytes | None) -> _Report | None:
+def _report(text: bytes | None) -> _PytestReport | None:
     """Parse a report; None if it is invalid. The program may have written it."""
     if text is None or b"<!DOCTYPE" in text or b"<!ENTITY" in text:
         return None
@@ -182,7 +182,7 @@ def _report(text: bytes | None) -> _Report | None:
                 said = (found.text or found.get("message") or "").strip()
                 failures.append(f"{name}: {'skipped' if kind == 'skipped' else _last(said)}")
                 break
-    return _Report(len(cases), failures) if cases else None
+    return _PytestReport(len(cases), failures) if cases else None
 
 
 def _verdict(failures: Sequence[str], total: int, partial: bool, *, of: str) -> JudgeOutput:
@@ -197,7 +197,7 @@ def _verdict(failures: Sequence[str], total: int, partial: bool, *, of: str) -> 
     )
 
 
-def _wrong(finished: Finished, given: str, wanted: str, limits: Limits) -> str | None:
+def _wrong(finished: ProgramResult, given: str, wanted: str, limits: Limits) -> str | None:
     """The error in a program's result; None if it is right."""
     if finished.ended != "exited" or finished.status != 0:
         errors = _short(_last(finished.stderr.strip()))
@@ -207,7 +207,7 @@ def _wrong(finished: Finished, given: str, wanted: str, limits: Limits) -> str |
     return f"Input {_short(given)!r}: it wrote {_short(finished.stdout)!r}, not {_short(wanted)!r}."
 
 
-def _ending(finished: Finished, limits: Limits) -> str:
+def _ending(finished: ProgramResult, limits: Limits) -> str:
     if finished.ended == "exited":
         return f"the program exited with {finished.status}"
     most = {

@@ -120,7 +120,7 @@ class Asker:
         # Concurrent equal questions wait for one answer.
         lock = self._locks.setdefault((id(asyncio.get_running_loop()), key), asyncio.Lock())
         async with lock:
-            verdict, usage = self._known(key, form), Used()
+            verdict, usage = self._known(key, form), JudgeUsage()
             if verdict is None:
                 verdict = await self._answered(model, asked, form, usage)
                 self._keep(key, verdict.model_dump_json())
@@ -152,7 +152,7 @@ class Asker:
         return self._clients[loop]
 
     async def _answered(
-        self, model: Any, asked: dict[str, Any], form: type[Form], usage: Used
+        self, model: Any, asked: dict[str, Any], form: type[Form], usage: JudgeUsage
     ) -> Form:
         """The first answer of the form; the tokens of all answers are added to `usage`."""
         import openai
@@ -229,7 +229,7 @@ class Asker:
             os.replace(self._cache / own, self._cache / f"{key}.json")
 
 
-class Used:
+class JudgeUsage:
     """The tokens of some answers."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@
 
 If bubblewrap works, the program has its own namespaces: it sees only the system's libraries and its
 folder, and no network except the gateway. Otherwise it is an ordinary process of this user with the
-same limits; `Finished.isolation` and the log say which it was.
+same limits; `ProgramResult.isolation` and the log say which it was.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Finished:
+class ProgramResult:
     """Result of a program.
 
     Attributes:
@@ -212,7 +212,7 @@ async def run(
     gateway: str | None = None,
     isolation: Literal["auto", "bubblewrap", "process"] = "auto",
     readable: Sequence[Path] = (),
-) -> Finished:
+) -> ProgramResult:
     """Run a program to its end, and end the processes it left behind.
 
     Args:
@@ -260,7 +260,7 @@ async def run(
         raise SandboxError(
             f"the sandbox ({kind}) of {command[0]} broke with {process.returncode}: {said[-500:]}"
         )
-    return Finished(
+    return ProgramResult(
         status=None if over else told["status"],
         stdout=output[0].decode(errors="replace"),
         stderr=output[1].decode(errors="replace"),

@@ -82,7 +82,7 @@ Vector = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Shown:
+class ForkResults:
     """Results of forks, for each position.
 
     Attributes:
@@ -132,7 +132,7 @@ class Openness:
     unknown: float
 
 
-def openness(scores: Vector, variance: float, shown: Shown) -> Openness:
+def openness(scores: Vector, variance: float, shown: ForkResults) -> Openness:
     """Estimate the open shares from forks.
 
     Args:
@@ -198,7 +198,7 @@ def score(logprobs: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True)
-class Seen:
+class RolloutSummary:
     """The parts of a rollout that matter for where to branch.
 
     Attributes:
@@ -223,7 +223,7 @@ class Fork:
     """
 
     call: int
-    ends: Sequence[Seen]
+    ends: Sequence[RolloutSummary]
     trunk: int | None = None
 
 
@@ -300,7 +300,7 @@ class Positions:
         self.sums = {name: np.zeros(POSITIONS) for name in (*of_trunks, *_OF_FORKS)}
         self.totals = dict.fromkeys(("trunks", "fewer", "variance", "degrees"), 0.0)
 
-    def add(self, trunks: Sequence[Seen], forks: Sequence[Fork] = ()) -> None:
+    def add(self, trunks: Sequence[RolloutSummary], forks: Sequence[Fork] = ()) -> None:
         """Add a task's rollouts; those without others to compare with say nothing."""
         if len(trunks) < 2:
             return
@@ -311,7 +311,9 @@ class Positions:
             if len(fork.ends) > 1 and 0 < fork.call < POSITIONS - 1:
                 self._add_fork(fork, others, variance)
 
-    def _add_trunks(self, trunks: Sequence[Seen], variance: float, squares: Vector) -> None:
+    def _add_trunks(
+        self, trunks: Sequence[RolloutSummary], variance: float, squares: Vector
+    ) -> None:
         count = len(trunks)
         for seen, square in zip(trunks, squares, strict=True):
             reached = np.minimum(_by_position(np.ones(len(seen.tokens))), 1.0)
@@ -461,7 +463,7 @@ class _Figures:
         squares = np.maximum(sums["squares"] / trunks - reach * added, 0.0)
         spread = np.maximum(sums["spread"] / trunks - score * added, 0.0)
         early = np.maximum(sums["early"] / trunks - before * added, 0.0)
-        shown = Shown(**{name: sums[name] for name in _OF_FORKS})
+        shown = ForkResults(**{name: sums[name] for name in _OF_FORKS})
         held = openness(score, variance, shown)
         share = held.shares
         left = np.append(squares * share, 0.0)
@@ -512,7 +514,7 @@ def _by_position(values: Sequence[float] | Vector) -> Vector:
     return found
 
 
-def _distances(seen: Sequence[Seen]) -> tuple[float, Vector]:
+def _distances(seen: Sequence[RolloutSummary]) -> tuple[float, Vector]:
     """The variance of returns, and for each its squared distance from the mean of the others."""
     returns = np.array([one.reward for one in seen])
     away = (returns - returns.mean()) * len(returns) / (len(returns) - 1)

@@ -27,7 +27,7 @@ from tuner.gateway import Session
 from tuner.gateway.session_api import SharedSession
 from tuner.rollouts.chat_models import ChatModelKind
 from tuner.rollouts.limits import GRACE
-from tuner.rollouts.runner import Elsewhere
+from tuner.rollouts.runner import RemoteFailure
 from tuner.tasks.functions import JudgeOutput, WorkflowOutput
 from tuner.tasks.loading import worker_path
 from tuner.traces import Outcome
@@ -161,7 +161,7 @@ class RunFailure(NamedTuple):
     Attributes:
         mistake: Why the function is wrong, which ends the run; else None.
         cancelled: Whether it was cancelled, or cancelled itself.
-        outcome, described, place: As `Elsewhere` has them.
+        outcome, described, place: As `RemoteFailure` has them.
     """
 
     call: int
@@ -178,7 +178,7 @@ class RunFailure(NamedTuple):
             return asyncio.CancelledError()
         if self.mistake is not None:
             return FunctionError(self.mistake)
-        return Elsewhere(self.outcome, self.described, self.place)
+        return RemoteFailure(self.outcome, self.described, self.place)
 
 
 class WorkerLog(NamedTuple):
@@ -228,7 +228,7 @@ class Worker(ABC):
     Attributes:
         attempts: Those it has.
         ready: Done once its functions are loaded; raises TunerError where they cannot be, and
-            `Elsewhere` where it died before.
+            `RemoteFailure` where it died before.
         ended: Done once it has ended.
         cpu: Seconds of CPU that its functions took.
         lost: Whether it is its machine that was lost, and nothing that it did.
@@ -363,9 +363,9 @@ class Worker(ABC):
             return f"{self.name} was stopped: {self._killed_for}"
         return f"{self.name} {self._how()}"
 
-    def _death(self) -> Elsewhere:
+    def _death(self) -> RemoteFailure:
         """What its rollouts hear of that."""
-        return Elsewhere(Outcome.WORKER_DIED, f"its {self.how_it_ended}")
+        return RemoteFailure(Outcome.WORKER_DIED, f"its {self.how_it_ended}")
 
     def kill(self, why: str) -> None:
         """End it at once, with all that its functions began."""
@@ -447,7 +447,7 @@ class WorkerCaller:
     ) -> Any:
         for held in responses:
             if held is not None and held.worker is not self.worker:
-                raise Elsewhere(Outcome.WORKER_DIED, f"its {held.worker.how_it_ended}")
+                raise RemoteFailure(Outcome.WORKER_DIED, f"its {held.worker.how_it_ended}")
         numbers = tuple(None if held is None else held.number for held in responses)
         run = FunctionRun(next(self.numbers), self.attempt, role, dict(task), feedback, numbers)
         return await self.worker.call(run, self.session)

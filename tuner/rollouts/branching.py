@@ -27,8 +27,8 @@ from tuner.config import RunConfig
 from tuner.config.schema import WHERE, BranchingSection
 from tuner.engines.base import SamplingParams
 from tuner.errors import ConfigError, FunctionError, TunerError
-from tuner.rollouts.allocation import Advice, Fork, Positions, Seen, score
-from tuner.rollouts.runner import Again, RolloutRunner
+from tuner.rollouts.allocation import Advice, Fork, Positions, RolloutSummary, score
+from tuner.rollouts.runner import BranchStart, RolloutRunner
 from tuner.tasks.loading import load_function
 from tuner.tasks.selection import derive_seed
 from tuner.traces import Call, Outcome, RolloutId, Trace
@@ -82,7 +82,7 @@ def exploring(repeat: int) -> Shares:
 
 
 @dataclass(frozen=True)
-class Grown:
+class GrowingGroup:
     """The rollouts of a group so far.
 
     Attributes:
@@ -101,7 +101,7 @@ class Grown:
 
 
 @dataclass(eq=False)
-class Where:
+class PointSelector:
     """Chooses points from what came before them, and learns from steps where they pay off.
 
     Args:
@@ -139,7 +139,7 @@ class Where:
         return self.seen.best(rollouts=self.repeat)
 
     def points(
-        self, group: Grown, count: int, dice: Random, shares: Shares
+        self, group: GrowingGroup, count: int, dice: Random, shares: Shares
     ) -> list[Point[RolloutId] | None]:
         """`count` points in rollouts of a group, which may not exist there; None: nothing begins.
 
@@ -152,7 +152,7 @@ class Where:
         slots = islice(cycle(reversed(group.planned)), count)  # the youngest first
         return [self._point(id_, group, dice) for id_ in slots]
 
-    def _point(self, id_: RolloutId, group: Grown, dice: Random) -> Point[RolloutId] | None:
+    def _point(self, id_: RolloutId, group: GrowingGroup, dice: Random) -> Point[RolloutId] | None:
         trace, others = group.ended.get(id_), group.elsewhere(id_)
         dice.random()  # read by no rule: recorded runs, and those that resume, keep their points
         if trace is None:
@@ -205,7 +205,7 @@ class Where:
         """The learned state, for JSON."""
         return {"seen": self.seen.state()}
 
-    def restored(self, state: dict[str, Any]) -> Where:
+    def restored(self, state: dict[str, Any]) -> PointSelector:
         """The same rule with a result of `state`."""
         return replace(self, seen=Positions.restored(state["seen"]))
 
@@ -235,11 +235,11 @@ def _behind(traces: Sequence[Trace], call: int) -> float:
     return fmean(sum(len(one.completion_ids) for one in calls) for calls in found) if found else 0.0
 
 
-def _group(members: Sequence[Trace]) -> tuple[list[Seen], list[Fork]]:
+def _group(members: Sequence[Trace]) -> tuple[list[RolloutSummary], list[Fork]]:
     """The trunks of a group, and the branches that begin at the start of a call."""
     seen = {trace.id: _seen(trace) for trace in members}
     trunks = [trace.id for trace in members if trace.origin is None]
-    begun: dict[tuple[RolloutId, int], list[Seen]] = defaultdict(list)
+    begun: dict[tuple[RolloutId, int], list[RolloutSummary]] = defaultdict(list)
     for trace in members:
         origin = trace.origin
         if origin is not None and origin.diverged is None and not origin.token:
@@ -253,16 +253,16 @@ def _group(members: Sequence[Trace]) -> tuple[list[Seen], list[Fork]]:
     return [seen[id_] for id_ in trunks], forks
 
 
-def _seen(trace: Trace) -> Seen:
+def _seen(trace: Trace) -> RolloutSummary:
     assert trace.reward is not None
-    return Seen(
+    return RolloutSummary(
         trace.reward,
         [len(call.completion_ids) for call in trace.calls],
         [score(call.logprobs) for call in trace.calls],
     )
 
 
-Run = Callable[[Sequence[RolloutId], Mapping[RolloutId, Again]], Awaitable[list[Trace]]]
+Run = Callable[[Sequence[RolloutId], Mapping[RolloutId, BranchStart]], Awaitable[list[Trace]]]
 
 
 _SEEN = closed("Seen", {"sums": dict[Text, list[Number]], "totals": dict[Text, Number]})
@@ -282,7 +282,7 @@ class Branching:
         notes: File of the results of each step, from which a killed run resumes; None: no file.
     """
 
-    where: Where
+    where: PointSelector
     seed: int
     can_go_on: Callable[[SamplingParams], bool]
     notes: Path | None = None
@@ -300,7 +300,7 @@ class Branching:
         left = ids[shares.trunks : last]
         for number, some in enumerate(_parts(left, self.where.section.rounds)):
             ended = {trace.id: trace for trace in found if trace.final}
-            group = Grown(ids[: ids.index(some[0])], ended)
+            group = GrowingGroup(ids[: ids.index(some[0])], ended)
             again = self.chosen(some, group, shares, self._dice(ids[0], number))
             found += await run(list(again), again)
         return sorted(found, key=lambda trace: (trace.id, trace.attempt))
@@ -309,8 +309,8 @@ class Branching:
         return Random(derive_seed(self.seed, "branching", *what))
 
     def chosen(
-        self, ids: Sequence[RolloutId], group: Grown, shares: Shares, dice: Random
-    ) -> dict[RolloutId, Again]:
+        self, ids: Sequence[RolloutId], group: GrowingGroup, shares: Shares, dice: Random
+    ) -> dict[RolloutId, BranchStart]:
         """Where rollouts begin; without those that begin nowhere.
 
         Args:
@@ -318,7 +318,7 @@ class Branching:
         """
         each = shares.ends - 1
         left = iter(ids)
-        again: dict[RolloutId, Again] = {}
+        again: dict[RolloutId, BranchStart] = {}
         for point in self.where.points(group, -(-len(ids) // each), dice, shares):
             mine = list(islice(left, each))
             if point is not None and (at := self._possible(point, group.ended)) is not None:
@@ -356,7 +356,7 @@ class Branching:
         self,
         point: Point[RolloutId],
         ended: Mapping[RolloutId, Trace],
-    ) -> Again | None:
+    ) -> BranchStart | None:
         """The point in the rollout that sampled the tokens before it; None if it does not exist."""
         origins = origins_of(ended.values())
         new = object()
@@ -373,7 +373,7 @@ class Branching:
             return None
         trunk = ended[trunk_of(at.rollout, origins)]
         drop = self.where.section.on_divergence == "drop"
-        return Again(trace, (trunk.id, trunk.attempt), at.call, token, ends=drop)
+        return BranchStart(trace, (trunk.id, trunk.attempt), at.call, token, ends=drop)
 
 
 def branching_of(config: RunConfig, runner: RolloutRunner, notes: Path) -> Branching | None:
@@ -394,7 +394,7 @@ def branching_of(config: RunConfig, runner: RolloutRunner, notes: Path) -> Branc
     if section.where not in WHERE:
         hazard = load_function(section.where, setting="tuner.branching.where")
     return Branching(
-        Where(section, config.algorithm.repeat_times, hazard),
+        PointSelector(section, config.algorithm.repeat_times, hazard),
         config.tuner.seed,
         runner.gateway.engine.capabilities.can_go_on,
         notes,

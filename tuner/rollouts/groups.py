@@ -17,8 +17,8 @@ from tuner.config import RunConfig
 from tuner.errors import TrainingError
 from tuner.gateway import SamplingDefaults
 from tuner.rollouts.branching import Branching
-from tuner.rollouts.limits import Ending
-from tuner.rollouts.runner import Again, RolloutRunner, panels_of
+from tuner.rollouts.limits import RolloutEnd
+from tuner.rollouts.runner import BranchStart, RolloutRunner, panels_of
 from tuner.tasks.selection import Curriculum, batch_indices
 from tuner.traces import Outcome, RolloutId, Trace, TraceStore
 from tuner.traces.reading import Count, JsonReader
@@ -75,7 +75,7 @@ def in_time(left: Iterable[int], *, batch: int, version: int, staleness: int) ->
     )
 
 
-class Ahead(Generic[T]):
+class WorkAhead(Generic[T]):
     """Numbered tasks until they are taken; `on_end` is called with each number that ends."""
 
     def __init__(self, on_end: Callable[[int], None] = lambda number: None) -> None:
@@ -183,7 +183,7 @@ class Schedule(Generic[T]):
         self._skipped: set[int] = set()
         self._earliest: dict[int, int] = {}
         self._left: dict[int, int] = {}
-        self._ahead: Ahead[T] = Ahead(self._group_ended)
+        self._ahead: WorkAhead[T] = WorkAhead(self._group_ended)
 
     @property
     def complete(self) -> int:
@@ -344,8 +344,8 @@ def taken_until(taken: Mapping[int, Sequence[int]], step: int, *, batch: int) ->
 
 
 Wanted = Mapping[RolloutId, dict[str, Any]]
-_NOBODY: Mapping[RolloutId, Ending] = {}
-_NOWHERE: Mapping[RolloutId, Again] = {}
+_NOBODY: Mapping[RolloutId, RolloutEnd] = {}
+_NOWHERE: Mapping[RolloutId, BranchStart] = {}
 WENT_WELL = (Outcome.COMPLETED, Outcome.REJECTED)
 
 
@@ -400,8 +400,8 @@ class Rollouts:
         defaults: SamplingDefaults,
         *,
         known: Sequence[Trace] = (),
-        endings: Mapping[RolloutId, Ending] = _NOBODY,
-        again: Mapping[RolloutId, Again] = _NOWHERE,
+        endings: Mapping[RolloutId, RolloutEnd] = _NOBODY,
+        again: Mapping[RolloutId, BranchStart] = _NOWHERE,
         abort_on_failure: bool = False,
         on_trace: Callable[[Trace], None] = lambda trace: None,
     ) -> list[Trace]:
@@ -501,7 +501,7 @@ ENDED_EARLY = "ended before it was complete: its step had enough tasks (explorer
 
 
 @dataclass(frozen=True)
-class Collected:
+class CollectedStep:
     """Every attempt that a step trains on, by task, and groups that were stopped early as (step,
     task)."""
 
@@ -559,7 +559,7 @@ class TrainingGroups:
         taskset = config.buffer.explorer_input.taskset
         self._defaults = SamplingDefaults(**config.rollout_args(taskset).model_dump())
         self._known: dict[int, list[Trace]] = {}
-        self._endings: dict[int, dict[RolloutId, Ending]] = {}
+        self._endings: dict[int, dict[RolloutId, RolloutEnd]] = {}
         self._complete: Counter[int] = Counter()
         self._over: set[int] = set()
         self._timers: dict[int, asyncio.TimerHandle] = {}
@@ -599,7 +599,7 @@ class TrainingGroups:
                 begun[number] = min(versions)
         self.schedule.restore(trained=trained, complete=complete, begun=begun)
 
-    async def take(self, step: int) -> Collected:
+    async def take(self, step: int) -> CollectedStep:
         """The groups of step `step`, as soon as they are available."""
         self.schedule.advance(step - 1)
         groups = await self.schedule.take(self._taken.get(step))
@@ -617,14 +617,14 @@ class TrainingGroups:
         }
         if self._config.explorer.over_rollout.return_partial_tasks:
             unfinished = set()
-        return Collected(traces, frozenset(unfinished))
+        return CollectedStep(traces, frozenset(unfinished))
 
     async def _run(self, number: int) -> list[Trace]:
         """Run one group; the schedule is notified of each rollout that ends."""
         planned, index = divmod(number, self._batch)
         task = self._tasks[self._rows(planned + 1)[index]]
         wanted = {RolloutId(planned + 1, index, n): task for n in range(self._repeat)}
-        endings = {id: Ending() for id in wanted}
+        endings = {id: RolloutEnd() for id in wanted}
         self._endings.setdefault(planned, {}).update(endings)
         self._watch(planned)
         if planned in self._over:
@@ -639,7 +639,7 @@ class TrainingGroups:
         known = self._known.pop(number, ())
 
         async def run(
-            ids: Sequence[RolloutId], again: Mapping[RolloutId, Again] = _NOWHERE
+            ids: Sequence[RolloutId], again: Mapping[RolloutId, BranchStart] = _NOWHERE
         ) -> list[Trace]:
             return await self._rollouts.run(
                 {id: wanted[id] for id in ids},
@@ -681,7 +681,7 @@ class TrainingGroups:
         self._over.add(planned)
         self._end(self._endings.get(planned, {}))
 
-    def _end(self, endings: dict[RolloutId, Ending]) -> None:
+    def _end(self, endings: dict[RolloutId, RolloutEnd]) -> None:
         for ending in endings.values():
             ending.end(ENDED_EARLY)
 

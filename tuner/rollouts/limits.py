@@ -28,7 +28,7 @@ GRACE = 5.0
 """Seconds that a cancelled function gets to end."""
 
 
-class Exited(Exception):
+class FunctionExit(Exception):
     """A function raised what would end the process: SystemExit, or something that is no
     Exception."""
 
@@ -74,10 +74,10 @@ async def without_exit(work: Coroutine[Any, Any, T]) -> T:
     except (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
         raise
     except BaseException as error:  # it would end the event loop
-        raise Exited(f"{type(error).__name__}: {error}") from error
+        raise FunctionExit(f"{type(error).__name__}: {error}") from error
 
 
-class Ending:
+class RolloutEnd:
     """Ends a rollout from outside, whatever it is doing; what it did so far is kept.
 
     Attributes:
@@ -170,7 +170,7 @@ class Standstill(BaseException):
 
 
 @dataclass(eq=False)
-class Running:
+class RunningFunction:
     """A running function of the user.
 
     Attributes:
@@ -186,7 +186,7 @@ class Running:
     began: float = field(default_factory=time.perf_counter)
 
 
-_RUNNING: ContextVar[Running | None] = ContextVar("tuner_running", default=None)
+_RUNNING: ContextVar[RunningFunction | None] = ContextVar("tuner_running", default=None)
 
 
 @dataclass(eq=False)
@@ -202,13 +202,13 @@ class Watchdog:
 
     limit: float
     apart: set[str] = field(default_factory=set)
-    _running: set[Running] = field(default_factory=set)
+    _running: set[RunningFunction] = field(default_factory=set)
     _said: set[str] = field(default_factory=set)
     _ended: threading.Event = field(default_factory=threading.Event)
     _awake: ExitStack = field(default_factory=ExitStack)
 
     @contextmanager
-    def watching(self, running: Running) -> Iterator[None]:
+    def watching(self, running: RunningFunction) -> Iterator[None]:
         """Watch this function while the block runs, with the tasks created inside it."""
         token = _RUNNING.set(running)
         if not self._running:
@@ -240,7 +240,7 @@ class Watchdog:
 
     def _stands_still(self, thread: int, ran: threading.Event) -> None:
         """Find what blocks the loop's thread, until it runs again."""
-        keeper: Running | None = None
+        keeper: RunningFunction | None = None
         since, told, broken_off = 0.0, False, False
         with ExitStack() as refusing:
             while not ran.is_set():
@@ -284,7 +284,7 @@ class Watchdog:
             self._said.add(place)
             logger.warning("%s", sentence)
 
-    def _refuse(self, keeper: Running, thread: int) -> str:
+    def _refuse(self, keeper: RunningFunction, thread: int) -> str:
         """The message for a call that waits for the loop which its own caller blocks."""
         self.apart.add(keeper.role)
         found = _keeping(sys._current_frames().get(thread))
@@ -293,11 +293,11 @@ class Watchdog:
             "this very process, which could never answer: the call is rejected, and the "
             f"{keeper.role} runs in threads from now on"
         )
-        keeper.sessions[0].errors.append(Exited(sentence))
+        keeper.sessions[0].errors.append(FunctionExit(sentence))
         return sentence
 
 
-def _kept_by(keeper: Running, frame: FrameType) -> str:
+def _kept_by(keeper: RunningFunction, frame: FrameType) -> str:
     return (
         f"{place_of(frame)} has blocked the event loop for {BLOCKED:g} s, and no rollout can "
         f"continue: an `async def` {keeper.role} must not wait without `await`; make the "
@@ -305,7 +305,7 @@ def _kept_by(keeper: Running, frame: FrameType) -> str:
     )
 
 
-def _keeping(frame: FrameType | None) -> tuple[Running, FrameType] | None:
+def _keeping(frame: FrameType | None) -> tuple[RunningFunction, FrameType] | None:
     """The user's function that blocks an event loop, and its innermost frame.
 
     Args:
@@ -333,7 +333,7 @@ def _own(stack: Sequence[FrameType]) -> FrameType:
     return stack[0]
 
 
-def _waits_in(running: Running) -> str:
+def _waits_in(running: RunningFunction) -> str:
     """What a function waits for: one that is suspended, or that runs in a thread."""
     if any(session.in_flight.tasks for session in running.sessions):
         return "for an answer of the model"

@@ -17,7 +17,14 @@ from tuner.errors import FunctionError, RewardError, RewardTimeout, WorkerError
 from tuner.gateway import Gateway, SamplingDefaults, Session, SessionLimits
 from tuner.gateway.script import Divergence, Script
 from tuner.gateway.sessions import Access
-from tuner.rollouts.limits import Ending, Exited, Running, ToolTime, Watchdog, contained
+from tuner.rollouts.limits import (
+    FunctionExit,
+    RolloutEnd,
+    RunningFunction,
+    ToolTime,
+    Watchdog,
+    contained,
+)
 from tuner.tasks.functions import (
     JudgeOutput,
     Rejected,
@@ -37,7 +44,7 @@ from tuner.traces import Call, FunctionResult, Origin, Outcome, RolloutId, Trace
 
 
 @dataclass(frozen=True)
-class Again:
+class BranchStart:
     """Another rollout, inside which one begins.
 
     Attributes:
@@ -102,7 +109,7 @@ class Attempt:
         if not math.isfinite(self.reward):
             self.outcome, self.error = Outcome.INVALID_REWARD, not_finite("workflow", self.reward)
 
-    def follow(self, again: Again, script: Script) -> None:
+    def follow(self, again: BranchStart, script: Script) -> None:
         """Record where the attempt began, and whether it diverged before the branch point."""
         found = script.end()
         self.origin = again.origin(found)
@@ -160,8 +167,8 @@ logger = logging.getLogger("tuner.rollout")
 class Caller(Protocol):
     """Calls the user's functions for one attempt at a rollout, or for one group.
 
-    Raises the function's exceptions, or `Elsewhere` for those in another process. On cancellation
-    the session is sealed before the function is notified.
+    Raises the function's exceptions, or `RemoteFailure` for those in another process. On
+    cancellation the session is sealed before the function is notified.
     """
 
     async def workflow(self, task: Mapping[str, Any], feedback: str | None) -> WorkflowOutput: ...
@@ -187,7 +194,7 @@ class Workers(Protocol):
 
 
 @dataclass(frozen=True)
-class Here:
+class InProcessFunctions:
     """Calls the user's functions in this process."""
 
     workflow_func: Callable[..., Any]
@@ -229,7 +236,7 @@ class Here:
     async def _looked_after(self, role: str, work: Coroutine[Any, Any, T]) -> T:
         others = (getattr(model, "session", None) for model in self.auxiliary.values())
         sessions = [self.session, *(other for other in others if isinstance(other, Access))]
-        with self.watchdog.watching(Running(role, sessions, work)):
+        with self.watchdog.watching(RunningFunction(role, sessions, work)):
             return await contained(work, self.session)
 
 
@@ -305,7 +312,7 @@ async def judgements(
     return [failure] * count
 
 
-class Elsewhere(Exception):
+class RemoteFailure(Exception):
     """A failure of a user's function in another process; `place` is in the user's code."""
 
     def __init__(self, outcome: Outcome, described: str, place: str | None = None) -> None:
@@ -317,7 +324,7 @@ class Elsewhere(Exception):
 
 def of_workflow(error: BaseException, session: Access) -> tuple[Outcome, str]:
     """Outcome and message of a rollout whose workflow raised an error."""
-    if isinstance(error, Elsewhere):
+    if isinstance(error, RemoteFailure):
         own = error.outcome is Outcome.WORKFLOW_ERROR and session.errors
         return error.outcome, describe(session.errors[-1] if own else error, None)
     if isinstance(error, Rejected):
@@ -330,7 +337,7 @@ def of_workflow(error: BaseException, session: Access) -> tuple[Outcome, str]:
 def of_judge(error: BaseException) -> Outcome:
     """Outcome of an error in the judge; a failed reward function is the judge's, whoever called
     it."""
-    if isinstance(error, Elsewhere):
+    if isinstance(error, RemoteFailure):
         return error.outcome
     return Outcome.JUDGE_TIMEOUT if isinstance(error, RewardTimeout) else Outcome.JUDGE_ERROR
 
@@ -349,18 +356,18 @@ _HINTS = {
 
 def place_of_error(error: BaseException) -> str | None:
     """Location in the user's code at which an error was raised; None if it was not raised there."""
-    return error.place if isinstance(error, Elsewhere) else raised_in(error)
+    return error.place if isinstance(error, RemoteFailure) else raised_in(error)
 
 
 def describe(error: BaseException, session: Access | None) -> str:
     """One line for people. An engine error says more than the client's error that results from
     it."""
     cause = session.errors[-1] if session is not None and session.errors else error
-    if isinstance(cause, Elsewhere):
+    if isinstance(cause, RemoteFailure):
         return cause.described
     text = " ".join(text_of(cause, str).split())
     text += next((hint for sign, hint in _HINTS.items() if sign in text), "")
-    if isinstance(cause, Exited):
+    if isinstance(cause, FunctionExit):
         return text
     return f"{type(cause).__name__}: {text}" if text else type(cause).__name__
 
@@ -450,10 +457,10 @@ class RolloutRunner:
         id: RolloutId,
         defaults: SamplingDefaults,
         *,
-        ending: Ending | None = None,
+        ending: RolloutEnd | None = None,
         queued: float = 0.0,
         keep: Callable[[Any], None] = lambda response: None,
-        again: Again | None = None,
+        again: BranchStart | None = None,
     ) -> list[Trace]:
         """All attempts at one rollout; the last is final and is the one that counts.
 
@@ -474,7 +481,7 @@ class RolloutRunner:
                 never = Trace(id, task, (), Outcome.CANCELLED, None, error=why, attempt=number)
                 return [*traces, never]
             trace, response = await self._attempt(
-                task, id, number, defaults, ending or Ending(), again
+                task, id, number, defaults, ending or RolloutEnd(), again
             )
             if not traces:
                 trace.seconds["queue"] = queued
@@ -490,8 +497,8 @@ class RolloutRunner:
         id: RolloutId,
         number: int,
         defaults: SamplingDefaults,
-        ending: Ending,
-        again: Again | None,
+        ending: RolloutEnd,
+        again: BranchStart | None,
     ) -> tuple[Trace, Any]:
         seed = derive_seed(self.settings.seed, id, number)
         drawn = seed if again is None else derive_seed(self.settings.seed, *again.root)
@@ -548,7 +555,9 @@ class RolloutRunner:
             seed = seed if self.settings.seeds_functions else None
             return self.workers.calling(session, auxiliary, id, seed=seed)
         return nullcontext(
-            Here(self.workflow, self.judge, self.make_model, self.watchdog, session, auxiliary)
+            InProcessFunctions(
+                self.workflow, self.judge, self.make_model, self.watchdog, session, auxiliary
+            )
         )
 
     async def _run_functions(
@@ -603,7 +612,7 @@ class RolloutRunner:
             raise
         except Exception as error:
             state.outcome, state.error = of_workflow(error, session)
-            said = any(isinstance(known, Exited) for known in session.errors)
+            said = any(isinstance(known, FunctionExit) for known in session.errors)
             if state.outcome is Outcome.WORKFLOW_ERROR and not said:
                 self._say_where(error, state.error)
             logger.debug("%s failed", session.id, exc_info=True)

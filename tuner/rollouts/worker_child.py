@@ -43,7 +43,13 @@ from tuner.rollouts.any_worker import (
 )
 from tuner.rollouts.chat_models import chat_model, load_kind, remote_chat_model
 from tuner.rollouts.limits import Watchdog
-from tuner.rollouts.runner import Here, describe, of_judge, of_workflow, place_of_error
+from tuner.rollouts.runner import (
+    InProcessFunctions,
+    describe,
+    of_judge,
+    of_workflow,
+    place_of_error,
+)
 from tuner.tasks.functions import WorkflowOutput, end_run, response_text
 from tuner.tasks.loading import load_together
 from tuner.tasks.selection import seed_everything
@@ -102,7 +108,7 @@ class AttemptInWorker:
     """An attempt at a rollout, or a group that is judged, and who calls its functions."""
 
     session: RemoteSession
-    caller: Here
+    caller: InProcessFunctions
 
 
 class Child:
@@ -163,7 +169,9 @@ class Child:
         session = RemoteSession(message.session)
         auxiliary = {name: self._auxiliary(name, one) for name, one in message.auxiliary.items()}
         make_model = partial(chat_model, kind=self._setup.kind)
-        caller = Here(*self._functions, make_model, self._watchdog, session, auxiliary)
+        caller = InProcessFunctions(
+            *self._functions, make_model, self._watchdog, session, auxiliary
+        )
         self._attempts[message.attempt] = AttemptInWorker(session, caller)
 
     def _auxiliary(self, name: str, opened: SharedSession | RemoteAuxiliary) -> Any:
@@ -191,7 +199,7 @@ class Child:
         else:
             self._line.send(RunResult(run.call, value, self._cpu()))
 
-    async def _called(self, caller: Here, run: FunctionRun) -> Any:
+    async def _called(self, caller: InProcessFunctions, run: FunctionRun) -> Any:
         responses = [None if one is None else self._responses[one] for one in run.responses]
         if run.role == "workflow":
             return self._returned(run.call, await caller.workflow(run.task, run.feedback))

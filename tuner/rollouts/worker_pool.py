@@ -44,7 +44,7 @@ from tuner.rollouts.any_worker import (
     print_here,
 )
 from tuner.rollouts.chat_models import ChatModelKind
-from tuner.rollouts.runner import Elsewhere
+from tuner.rollouts.runner import RemoteFailure
 from tuner.tasks.functions import judges_groups
 from tuner.tasks.loading import ship_together, worker_path
 from tuner.traces import RolloutId
@@ -148,7 +148,7 @@ async def _read(reader: asyncio.StreamReader, items: asyncio.Queue[Any]) -> None
 
 
 @dataclass(frozen=True)
-class Placing:
+class RayPlacement:
     """How Ray places workers.
 
     Args:
@@ -428,7 +428,7 @@ class Pool:
     timeout: float
     open_choice: bool = False
     may_stop: bool = True
-    placing: Placing | None = None
+    placing: RayPlacement | None = None
     _workers: list[Worker] = field(default_factory=list, init=False)
     _of_group: dict[tuple[str, int, int], Worker] = field(default_factory=dict, init=False)
     _failure: TunerError | None = field(default=None, init=False)
@@ -558,7 +558,7 @@ class Pool:
         error = worker.ready.exception()
         if error is None:
             self._died_early = 0
-        elif isinstance(error, Elsewhere):
+        elif isinstance(error, RemoteFailure):
             self._died_early += not worker.lost
             if self._died_early >= MOST_STARTS:
                 self._failure = WorkerError(
@@ -697,7 +697,7 @@ def pool_of(
     placing, most = None, config.explorer.runner_per_model
     if wanted == "ray":
         assert config.cluster.ray_address is not None, "a conflict says it"
-        placing = Placing(config.cluster.ray_address, config.tuner.ray)
+        placing = RayPlacement(config.cluster.ray_address, config.tuner.ray)
         count = config.tuner.ray.workers or most
     else:
         count = min(cores(), most) if wanted == "auto" else wanted

@@ -31,7 +31,15 @@ from tuner.config.algorithms import Recorded
 from tuner.config.schema import FormatSection, HistorySection, unix_seconds
 from tuner.errors import ConfigError, DatasetError, TunerError
 from tuner.gateway import ChatRenderer
-from tuner.runs.recorded import Example, Examples, Turn, Unusable, conversation, pair, trained_turns
+from tuner.runs.recorded import (
+    Example,
+    Examples,
+    RecordedTurn,
+    UnusableConversation,
+    conversation,
+    pair,
+    trained_turns,
+)
 from tuner.tasks.datasets import described, row_text
 from tuner.traces import Call, Outcome, RolloutId, Trace, read_traces
 from tuner.traces.reading import InvalidRecord, JsonReader, complete_lines
@@ -61,7 +69,7 @@ OF_MODEL = ("chat", "text_completion", "generate_content")
 
 
 @dataclass(frozen=True)
-class Logged:
+class LogLine:
     """One line of a log.
 
     Attributes:
@@ -81,7 +89,7 @@ def is_trace(line: Any) -> bool:
     return isinstance(line, Mapping) and {"id", "calls", "outcome"} <= line.keys()
 
 
-def logged(line: Any) -> Iterator[Logged]:
+def logged(line: Any) -> Iterator[LogLine]:
     """Parse a line of a log: one conversation or pair, or the spans of several."""
     if not isinstance(line, Mapping):
         raise DatasetError(f"{line!r:.80} is not an object")
@@ -96,11 +104,11 @@ def logged(line: Any) -> Iterator[Logged]:
     )
 
 
-def _conversation(line: Mapping[str, Any]) -> Iterator[Logged]:
-    yield Logged({"messages": line["messages"], "tools": line.get("tools")})
+def _conversation(line: Mapping[str, Any]) -> Iterator[LogLine]:
+    yield LogLine({"messages": line["messages"], "tools": line.get("tools")})
 
 
-def _pair(line: Mapping[str, Any]) -> Iterator[Logged]:
+def _pair(line: Mapping[str, Any]) -> Iterator[LogLine]:
     asked = line["input"]
     if not isinstance(asked, Mapping):
         raise DatasetError(f"input is {asked!r:.80}, but must be an object with messages")
@@ -110,16 +118,16 @@ def _pair(line: Mapping[str, Any]) -> Iterator[Logged]:
         "chosen": line["preferred_output"],
         "rejected": line.get("non_preferred_output"),
     }
-    yield Logged(row)
+    yield LogLine(row)
 
 
-def _exchange(line: Mapping[str, Any]) -> Iterator[Logged]:
+def _exchange(line: Mapping[str, Any]) -> Iterator[LogLine]:
     request, response = (_body(line, key) for key in ("request", "response"))
     created = response.get("created")
     started = float(created) if isinstance(created, int | float) else None
     choices = response.get("choices")
     if not isinstance(choices, list) or not choices:
-        yield Logged(None, started, "no_answer")
+        yield LogLine(None, started, "no_answer")
         return
     if len(choices) > 1:
         raise DatasetError(f"the response has {len(choices)} choices; put each on its own line")
@@ -129,7 +137,7 @@ def _exchange(line: Mapping[str, Any]) -> Iterator[Logged]:
     # Fields of OpenAI's answers in addition to the message itself.
     beside = ("refusal", "annotations", "audio", "function_call")
     answer = {key: value for key, value in message.items() if key not in beside or value}
-    yield Logged(_answered(request.get("messages"), answer, request.get("tools")), started)
+    yield LogLine(_answered(request.get("messages"), answer, request.get("tools")), started)
 
 
 def _body(line: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -155,39 +163,39 @@ def _answered(asked: Any, answer: Message, tools: Any) -> Row:
 # Spans ------------------------------------------------------------------------------------------
 
 
-def _batch(line: Mapping[str, Any]) -> Iterator[Logged]:
+def _batch(line: Mapping[str, Any]) -> Iterator[LogLine]:
     for resource in line["resourceSpans"]:
         for scope in resource.get("scopeSpans", ()):
             for span in scope.get("spans", ()):
                 yield from _span(span)
 
 
-def _span(span: Mapping[str, Any]) -> Iterator[Logged]:
+def _span(span: Mapping[str, Any]) -> Iterator[LogLine]:
     attributes, started = _attributes(span.get("attributes")), _started(span)
     operation = attributes.get("gen_ai.operation.name")
     if operation is not None and operation not in OF_MODEL:
-        yield Logged(None, started, "no_model_call")
+        yield LogLine(None, started, "no_model_call")
         return
     status = span.get("status") or {}
     if status.get("status_code") == "ERROR" or status.get("code") in (2, "STATUS_CODE_ERROR"):
-        yield Logged(None, started, "failed_call")
+        yield LogLine(None, started, "failed_call")
         return
     answers = _plain(attributes.get("gen_ai.output.messages"))
     if not answers:
-        yield Logged(None, started, "no_answer")
+        yield LogLine(None, started, "no_answer")
         return
     if len(answers) > 1:
         raise DatasetError(f"gen_ai.output.messages has {len(answers)} choices, but must have one")
     try:
         asked = [*_instructions(attributes), *_asked(attributes)]
         (answer,) = _of_parts(answers[0])
-    except Unusable as unusable:
-        yield Logged(None, started, unusable.reason)
+    except UnusableConversation as unusable:
+        yield LogLine(None, started, unusable.reason)
         return
     if not asked:
-        yield Logged(None, started, "no_prompt")
+        yield LogLine(None, started, "no_prompt")
         return
-    yield Logged(_answered(asked, answer, _tools(attributes)), started)
+    yield LogLine(_answered(asked, answer, _tools(attributes)), started)
 
 
 def _attributes(found: Any) -> dict[str, Any]:
@@ -293,7 +301,7 @@ def _of_parts(message: Any) -> list[Message]:
         elif kind == "tool_call_response":
             results.append(_result(part))
         else:
-            raise Unusable("not_text")
+            raise UnusableConversation("not_text")
     if results:
         return results
     shaped: Message = {"role": message.get("role"), "content": "\n".join(texts)}
@@ -326,7 +334,7 @@ _FORMS = {
 }
 
 
-def read_log(path: Path, lines: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Logged]]:
+def read_log(path: Path, lines: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, LogLine]]:
     """Parse each line of a log; yields the line's number and its content."""
     for number, line in lines:
         try:
@@ -347,7 +355,7 @@ SESSIONS = "tuner.serving.serving_store", "ServingStore"
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredRollout:
     """A recorded rollout as it was found.
 
     Attributes:
@@ -394,7 +402,7 @@ class LogRow:
         return row_text({"messages": messages if "chosen" in self.row else messages[:-1]})
 
 
-def found_in(source: Path) -> Iterator[Stored | LogRow | str]:
+def found_in(source: Path) -> Iterator[StoredRollout | LogRow | str]:
     """Read a source: yields rollouts, rows of logs, and for each unusable line of a log the
     reason."""
     if source.is_dir():
@@ -418,14 +426,14 @@ def found_in(source: Path) -> Iterator[Stored | LogRow | str]:
         raise DatasetError(f"tuner.history.sources: {source} does not exist")
 
 
-def _of_file(path: Path) -> Iterator[Stored | LogRow | str]:
+def _of_file(path: Path) -> Iterator[StoredRollout | LogRow | str]:
     begun = fnmatch(path.name, "*step_*.jsonl") and next(complete_lines(path), None) is None
     first = None if begun else next(_objects(path), None)
     if first is None:  # a run may have been killed while it wrote its first line
         return
     if is_trace(first[1]):
         folder = str(path.parent.resolve())
-        yield from (Stored(trace, folder) for trace in read_traces(path, skip=True))
+        yield from (StoredRollout(trace, folder) for trace in read_traces(path, skip=True))
         return
     for number, found in read_log(path, _objects(path)):
         if found.row is None:
@@ -449,7 +457,7 @@ def _objects(path: Path) -> Iterator[tuple[int, Any]]:
                 raise DatasetError(f"{path}, line {number} is not JSON: {error}") from None
 
 
-def _served(path: Path) -> Iterator[Stored | str]:
+def _served(path: Path) -> Iterator[StoredRollout | str]:
     """The sessions in a server's store; the server may be running."""
     module, name = SESSIONS
     try:
@@ -465,7 +473,7 @@ def _served(path: Path) -> Iterator[Stored | str]:
                 logger.warning("left out: %s", error)
                 yield "damaged_session"
                 continue
-            yield Stored(
+            yield StoredRollout(
                 trace,
                 str(path.resolve()),
                 group=group,
@@ -557,7 +565,7 @@ def read_history(section: HistorySection, given: Any = None) -> History:
     stored = {(one.source, one.trace.id, one.trace.attempt): one for one in _in_memory(given or ())}
     for source in section.sources:
         for one in found_in(Path(source)):
-            if isinstance(one, Stored):
+            if isinstance(one, StoredRollout):
                 key = one.source, one.trace.id, one.trace.attempt
                 if key in stored:
                     left_out.rollouts["given_twice"] += 1
@@ -593,17 +601,17 @@ def read_history(section: HistorySection, given: Any = None) -> History:
     return History(groups, held_out, trained, aside, left_out)
 
 
-def _in_memory(given: Iterable[Trace]) -> list[Stored]:
+def _in_memory(given: Iterable[Trace]) -> list[StoredRollout]:
     """Rollouts of consecutive runs: a repeated id starts another run."""
     times: Counter[tuple[RolloutId, int]] = Counter()
     found = []
     for trace in given:
         times[trace.id, trace.attempt] += 1
-        found.append(Stored(trace, f"run {times[trace.id, trace.attempt]}"))
+        found.append(StoredRollout(trace, f"run {times[trace.id, trace.attempt]}"))
     return found
 
 
-def unwanted(one: Stored, section: HistorySection) -> str | None:
+def unwanted(one: StoredRollout, section: HistorySection) -> str | None:
     """Reason why the filters remove a rollout, or None."""
     trace = one.trace
     if not trace.final:
@@ -666,7 +674,7 @@ def _check_filters(section: HistorySection, rows: Sequence[LogRow]) -> None:
         )
 
 
-def _with_beginnings(stored: Iterable[Stored], left_out: LeftOut) -> list[Stored]:
+def _with_beginnings(stored: Iterable[StoredRollout], left_out: LeftOut) -> list[StoredRollout]:
     """Rollouts whose beginning is available: the rollout in which they begin must be kept, too."""
     kept = list(stored)
     while True:
@@ -685,10 +693,10 @@ def _with_beginnings(stored: Iterable[Stored], left_out: LeftOut) -> list[Stored
 
 
 def _grouped(
-    stored: Sequence[Stored], held_out: float
+    stored: Sequence[StoredRollout], held_out: float
 ) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
     """Group rollouts by task, in order of first appearance, and renumber them."""
-    tasks: dict[str, list[Stored]] = defaultdict(list)
+    tasks: dict[str, list[StoredRollout]] = defaultdict(list)
     for one in stored:
         tasks[one.task].append(one)
     aside = [name for name in tasks if is_held_out(name, held_out)]
@@ -702,7 +710,7 @@ def _grouped(
     return tuple(groups[:trained]), tuple(groups[trained:])
 
 
-def _numbered(one: Stored, numbers: Mapping[tuple[str, RolloutId], RolloutId]) -> Trace:
+def _numbered(one: StoredRollout, numbers: Mapping[tuple[str, RolloutId], RolloutId]) -> Trace:
     origin = one.trace.origin
     if origin is not None:
         origin = replace(origin, rollout=numbers[one.source, origin.rollout])
@@ -787,9 +795,9 @@ class _Turns:
         self._longest = longest
         self.inside: Counter[str] = Counter()
 
-    def of(self, trace: Trace) -> tuple[Turn, ...]:
+    def of(self, trace: Trace) -> tuple[RecordedTurn, ...]:
         """Turns of a rollout that is used."""
-        turns: list[Turn] = []
+        turns: list[RecordedTurn] = []
         for call in trace.calls:
             reason = self.unused(call)
             if reason is not None:
@@ -832,9 +840,9 @@ def _trained(call: Call) -> int:
     return sum(stop - start for start, stop in call.stretches)
 
 
-def _stretches(call: Call) -> list[Turn]:
+def _stretches(call: Call) -> list[RecordedTurn]:
     return [
-        Turn(
+        RecordedTurn(
             array("I", call.prompt_ids + call.completion_ids[:start]),
             array("I", call.completion_ids[start:stop]),
         )
@@ -872,7 +880,7 @@ def _pairs(
     chosen: Iterator[tuple[int, int]] = combinations(range(len(ranked)), 2)
     if section.pairs == "best":
         chosen = iter([(0, len(ranked) - 1)] if len(ranked) > 1 else [])
-    of_trace: dict[int, tuple[Turn, ...]] = {}
+    of_trace: dict[int, tuple[RecordedTurn, ...]] = {}
     for better, worse in chosen:
         gap = ranked[better][0] - ranked[worse][0]
         if gap > 0 and gap >= section.min_gap:
@@ -906,7 +914,7 @@ def _of_logs(
         try:
             both = pair(row, form) if has_pair else (conversation(row, form),)
             yield tuple(trained_turns(renderer, talk, longest=longest) for talk in both)
-        except Unusable as unusable:
+        except UnusableConversation as unusable:
             left_out.rollouts[unusable.reason] += 1
         except DatasetError as error:
             raise DatasetError(f"{where}: {error}") from None

@@ -201,7 +201,7 @@ def _available(meminfo: Path) -> int:
 
 
 @dataclass(frozen=True)
-class Placement:
+class DevicePlacement:
     """Devices and memory of the engine.
 
     Attributes:
@@ -224,7 +224,7 @@ class Placement:
         return f"placement: {self.mode}, {self.why}"
 
 
-def choose_placement(config: RunConfig, needs: Needs, machine: Machine) -> Placement:
+def choose_placement(config: RunConfig, needs: Needs, machine: Machine) -> DevicePlacement:
     """Choose where an engine with a copy of the weights runs; SGLang is always remote. Raises
     ConfigError, with the needed and the available memory, if it does not fit."""
     if config.tuner.engine.sleep and not machine.gpus:
@@ -234,13 +234,15 @@ def choose_placement(config: RunConfig, needs: Needs, machine: Machine) -> Place
         )
     if config.tuner.engine.urls:
         names = ", ".join(config.tuner.engine.urls)
-        return Placement("separate", (), None, 0, f"because tuner.engine.urls is set: {names}")
+        return DevicePlacement(
+            "separate", (), None, 0, f"because tuner.engine.urls is set: {names}"
+        )
     if machine.gpus:
         return _on_gpus(config, needs, machine)
     return _on_cpu(config, needs, machine)
 
 
-def _on_cpu(config: RunConfig, needs: Needs, machine: Machine) -> Placement:
+def _on_cpu(config: RunConfig, needs: Needs, machine: Machine) -> DevicePlacement:
     asked, rollout_model = config.tuner.placement, config.explorer.rollout_model
     if rollout_model.tensor_parallel_size > 1:
         raise ConfigError(
@@ -264,10 +266,10 @@ def _on_cpu(config: RunConfig, needs: Needs, machine: Machine) -> Placement:
             "transformers, which needs no copy of the weights"
         )
     chosen = "requested" if asked != "auto" else "a separate process keeps agents responsive"
-    return Placement(mode, ((),) * count, None, cache, f"{chosen}; expects {parts}")
+    return DevicePlacement(mode, ((),) * count, None, cache, f"{chosen}; expects {parts}")
 
 
-def _on_gpus(config: RunConfig, needs: Needs, machine: Machine) -> Placement:
+def _on_gpus(config: RunConfig, needs: Needs, machine: Machine) -> DevicePlacement:
     asked, rollout_model = config.tuner.placement, config.explorer.rollout_model
     size, count = rollout_model.tensor_parallel_size, rollout_model.engine_num
     others = len(machine.gpus) - 1
@@ -296,7 +298,7 @@ def _on_gpus(config: RunConfig, needs: Needs, machine: Machine) -> Placement:
             f"{_training(needs)} on GPU 0, and {_gib(needs.weights // size)} of "
             f"weights on each of GPUs 1 to {size * count}"
         )
-        return Placement("separate", gpus, rollout_model.gpu_memory_utilization, 0, why)
+        return DevicePlacement("separate", gpus, rollout_model.gpu_memory_utilization, 0, why)
     if size * count > 1:
         raise ConfigError(
             f"{count} engines of {size} GPUs next to the trainer's need {size * count + 1} GPUs, "
@@ -306,7 +308,7 @@ def _on_gpus(config: RunConfig, needs: Needs, machine: Machine) -> Placement:
     return _on_one_gpu(config, needs, machine)
 
 
-def _on_one_gpu(config: RunConfig, needs: Needs, machine: Machine) -> Placement:
+def _on_one_gpu(config: RunConfig, needs: Needs, machine: Machine) -> DevicePlacement:
     """Place the engine on the trainer's GPU.
 
               generating             updating
@@ -341,7 +343,7 @@ def _on_one_gpu(config: RunConfig, needs: Needs, machine: Machine) -> Placement:
         f"{_training(needs)} of {_gib(whole)}; vLLM has {_gib(int(part * whole))} "
         f"{until}"
     )
-    return Placement("colocate", ((0,),), part, 0, why, sleeps)
+    return DevicePlacement("colocate", ((0,),), part, 0, why, sleeps)
 
 
 def _check_trainer(needed: int, there: int) -> None:
@@ -391,7 +393,7 @@ TRANSFERS: Mapping[PathKind, Literal["ipc", "nccl"]] = {"cuda_ipc": "ipc", "nccl
 
 
 @dataclass(frozen=True)
-class Sides:
+class DeviceShares:
     """Capabilities of trainer and engine.
 
     Attributes:
@@ -425,7 +427,7 @@ class WeightPath:
         return f"weights: {self.kind}, {_WORDS[self.kind]}; {self.why}"
 
 
-def choose_weight_path(asked: PathKind | Literal["auto"], sides: Sides) -> WeightPath:
+def choose_weight_path(asked: PathKind | Literal["auto"], sides: DeviceShares) -> WeightPath:
     """The fastest path that both sides support, or the requested one."""
     if asked != "auto":
         reason = _obstacle(asked, sides)
@@ -444,7 +446,7 @@ def choose_weight_path(asked: PathKind | Literal["auto"], sides: Sides) -> Weigh
     raise AssertionError("a checkpoint on disk is always possible")
 
 
-def _obstacle(kind: PathKind, sides: Sides) -> str | None:
+def _obstacle(kind: PathKind, sides: DeviceShares) -> str | None:
     """Reason why weights cannot take this path, or None."""
     if kind == "disk":
         return None
@@ -552,7 +554,7 @@ def _vllm_lacking() -> str | None:
 class Arrangement:
     """Placement of an engine with a copy of the weights, and the path of new weights."""
 
-    placement: Placement
+    placement: DevicePlacement
     weights: WeightPath
 
 
@@ -629,13 +631,15 @@ def build_engine(
     return engine, Arrangement(placement, path)
 
 
-def _sides(config: RunConfig, placement: Placement, machine: Machine, size: int) -> Sides:
+def _sides(
+    config: RunConfig, placement: DevicePlacement, machine: Machine, size: int
+) -> DeviceShares:
     where: Literal["cpu", "the trainer's gpu", "other gpus", "elsewhere"] = "cpu"
     if config.tuner.engine.urls:
         where = "elsewhere"
     elif machine.gpus:
         where = "the trainer's gpu" if placement.mode == "colocate" else "other gpus"
-    return Sides(
+    return DeviceShares(
         where,
         adapter=config.model.lora is not None,
         backends=transfer_backends() if machine.gpus else frozenset(),
@@ -654,7 +658,7 @@ def vllm_settings(
     max_model_len: int,
     end_ids: Iterable[int],
     rank: int | None,
-    placement: Placement,
+    placement: DevicePlacement,
     weights: WeightPath,
 ) -> VllmSettings:
     """Settings of vLLM; `rank` is the adapter's, None if all weights are trained."""
@@ -688,7 +692,7 @@ def _sglang_servers(
 def _vllm_servers(
     config: RunConfig,
     settings: VllmSettings,
-    placement: Placement,
+    placement: DevicePlacement,
     trained: TrainerWeights | None,
 ) -> list[TokenServer]:
     cache = {}

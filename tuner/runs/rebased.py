@@ -29,7 +29,7 @@ from tuner.traces.reading import JsonReader
 from tuner.traces.store import trace_line, trace_to_json
 
 if TYPE_CHECKING:
-    from tuner.training.likelihood import Effective
+    from tuner.training.likelihood import EffectiveSamples
 
 EFFECTIVE = ("effective_capped", "effective_tokens", "effective_calls", "effective_rollouts")
 Use = Literal["kept", "again", "anew", ""]
@@ -44,7 +44,8 @@ class RebasedStep(BaseModel):
         use: "kept": before the first change; "again": trained again from what was recorded;
             "anew": sampled again, with the recorded rollouts set aside; "": not yet decided.
         effective_tokens, effective_capped, effective_calls, effective_rollouts: Worth of those that
-            are trained to the weights before the step, as shares (`Effective`); `capped` decides.
+            are trained to the weights before the step, as shares (`EffectiveSamples`); `capped`
+            decides.
     """
 
     step: int
@@ -146,7 +147,7 @@ class Rebased:
         recorded = any(trace.foreign_from is not None for trace in traces)
         return first is not None and step > first and recorded
 
-    def goes_on(self, step: int, effective: Effective | None) -> bool:
+    def goes_on(self, step: int, effective: EffectiveSamples | None) -> bool:
         """Whether a step is trained from recorded rollouts; stored, so it is decided once.
 
         `effective` is their worth to the weights before the step; None: nothing of it is trained,

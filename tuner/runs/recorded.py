@@ -179,7 +179,7 @@ def _with_text_arguments(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-class Unusable(Exception):
+class UnusableConversation(Exception):
     """A conversation cannot be trained; `reason` is the name it is counted under."""
 
     def __init__(self, reason: str) -> None:
@@ -188,7 +188,7 @@ class Unusable(Exception):
 
 
 @dataclass(frozen=True)
-class Turn:
+class RecordedTurn:
     """One assistant turn; four bytes per id, since the whole dataset is in memory.
 
     Attributes:
@@ -205,7 +205,7 @@ class Turn:
 
 def trained_turns(
     renderer: ChatRenderer, conversation: Conversation, *, longest: int
-) -> tuple[Turn, ...]:
+) -> tuple[RecordedTurn, ...]:
     """The trained turns of a conversation, at least one; raises Unusable, with the reason to
     count, if it cannot be trained.
 
@@ -218,27 +218,27 @@ def trained_turns(
     for index in conversation.trained:
         turn = _turn(renderer, conversation, index)
         if len(turn) > longest:
-            raise Unusable("too_long")
+            raise UnusableConversation("too_long")
         turns.append(turn)
     if not turns:
-        raise Unusable("no_assistant_turn")
+        raise UnusableConversation("no_assistant_turn")
     return tuple(turns)
 
 
-def _turn(renderer: ChatRenderer, conversation: Conversation, index: int) -> Turn:
+def _turn(renderer: ChatRenderer, conversation: Conversation, index: int) -> RecordedTurn:
     messages, tools = conversation.messages, conversation.tools
     try:
         prompt = renderer.render_text(messages[:index], tools)
         whole = renderer.render_text(messages[: index + 1], tools, add_generation_prompt=False)
         if not whole.startswith(prompt):
-            raise Unusable("turn_does_not_follow_its_prompt")
+            raise UnusableConversation("turn_does_not_follow_its_prompt")
         completion = whole[len(prompt) :]
         reasoning, text = said(messages[index])
         # A template may omit what it has no place for; that would be a different turn.
         if reasoning and reasoning.strip() not in completion:
-            raise Unusable("reasoning_left_out")
+            raise UnusableConversation("reasoning_left_out")
         if not reasoning and "<think>" not in text and text.strip() not in completion:
-            raise Unusable("content_left_out")
+            raise UnusableConversation("content_left_out")
         prompt_ids, ids = renderer.encode(prompt), renderer.encode(completion)
     except RequestError as error:
         raise DatasetError(f"messages[{index}]: {error}") from None
@@ -251,12 +251,12 @@ def _turn(renderer: ChatRenderer, conversation: Conversation, index: int) -> Tur
             "model.custom_chat_template to one that does"
         )
     # A template that writes the next turn's line ends after the last token: no model writes these.
-    return Turn(array("I", prompt_ids), array("I", ids[: last + 1]))
+    return RecordedTurn(array("I", prompt_ids), array("I", ids[: last + 1]))
 
 
 # One row of a dataset: the trained turns of each of its conversations. SFT data has one
 # conversation per row, DPO data two, the better one first.
-Example = tuple[tuple[Turn, ...], ...]
+Example = tuple[tuple[RecordedTurn, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,7 @@ def examples_of(
         try:
             both = (conversation(row, form),) if recorded == "conversations" else pair(row, form)
             used.append(tuple(trained_turns(renderer, one, longest=longest) for one in both))
-        except Unusable as error:
+        except UnusableConversation as error:
             left_out[error.reason] += 1
         except DatasetError as error:
             raise DatasetError(f"train_dataset: row {number}: {error}") from None

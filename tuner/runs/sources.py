@@ -42,7 +42,7 @@ from tuner.training.batch import (
     untrainable,
 )
 from tuner.training.likelihood import (
-    Effective,
+    EffectiveSamples,
     OffPolicyBatch,
     RecordedBatch,
     held_out_loss,
@@ -54,7 +54,7 @@ from tuner.training.trainer import PolicyTrainer
 
 
 @dataclass(frozen=True)
-class Comparable:
+class ComparableGroups:
     """Groups that give something to learn from. All are known before the run begins, unlike groups
     that are sampled during the run.
 
@@ -72,7 +72,7 @@ class Comparable:
     used: int
 
 
-def comparable(config: RunConfig, history: History) -> Comparable:
+def comparable(config: RunConfig, history: History) -> ComparableGroups:
     """Recorded rollouts for an algorithm that learns from rewards or from a teacher."""
     name = config.algorithm.algorithm_type
     if logs := (*history.rows, *history.held_out_rows):
@@ -97,7 +97,7 @@ def comparable(config: RunConfig, history: History) -> Comparable:
         used += len(group) * (index in taken)
         for trace in group if index not in taken else ():
             left_out.add(trace, "not_taken")
-    return Comparable(tuple(groups), history.held_out, left_out, used)
+    return ComparableGroups(tuple(groups), history.held_out, left_out, used)
 
 
 def without_late(config: RunConfig, examples: Examples) -> Examples:
@@ -233,12 +233,12 @@ def check_same_tokenizer(config: RunConfig, history: History) -> None:
 
 
 Task = dict[str, Any]
-Weigh = Callable[[Batch], Awaitable[Effective]]
+Weigh = Callable[[Batch], Awaitable[EffectiveSamples]]
 """Effective sample sizes for the weights that train the batch."""
 
 
 @dataclass(frozen=True)
-class Found:
+class StepData:
     """Training data of a step, and its metrics before the update.
 
     Attributes:
@@ -251,7 +251,7 @@ class Found:
     batch: Batch | RecordedBatch
     metrics: dict[str, float]
     traces: Sequence[Trace] | None = None
-    worth: Effective | None = None
+    worth: EffectiveSamples | None = None
 
     def seconds(self, idle: float, training: float, sync: float) -> dict[str, float]:
         """Seconds of a step by use: waiting for data, the update, the transfer of weights to the
@@ -273,7 +273,7 @@ class Source(Protocol):
     rows: Mapping[str, int] = {}
     """For recorded data, number of rows that are used, and that are dropped, by reason."""
 
-    async def take(self, step: int, version: int, weigh: Weigh) -> Found:
+    async def take(self, step: int, version: int, weigh: Weigh) -> StepData:
         """Training data of step `step`; the weights have had `version` updates."""
 
     def advance(self, step: int) -> dict[str, float]:
@@ -356,7 +356,7 @@ class RolloutSource(Source):
             curriculum=self._curriculum,
         )
 
-    async def take(self, step: int, version: int, weigh: Weigh) -> Found:
+    async def take(self, step: int, version: int, weigh: Weigh) -> StepData:
         found, rebased = await self._take(step, version), self._rebased
         if rebased is None:
             return found
@@ -375,7 +375,7 @@ class RolloutSource(Source):
         metrics = found.metrics | rebased.metrics(step, found.traces or ())
         return replace(found, metrics=metrics, worth=worth)
 
-    async def _take(self, step: int, version: int) -> Found:
+    async def _take(self, step: int, version: int) -> StepData:
         config, groups, record = self._config, self._groups, self._record
         size, repeat = config.buffer.batch_size, config.algorithm.repeat_times
         record.console.begin(f"step {step}", size * repeat, step=step)
@@ -412,7 +412,7 @@ class RolloutSource(Source):
         if config.mode == "explore":
             batch = _explored(batch)
             metrics |= {"tokens/trained": 0} | _dropped(batch.dropped_tokens)
-        return Found(batch, metrics, traces)
+        return StepData(batch, metrics, traces)
 
     def _say_advice(self) -> None:
         """Print advice: fixes for the selector, and where rollouts should begin; repeated when it
@@ -501,7 +501,7 @@ class RowSource(Source):
                 f"{used}{every} rows are trained; dropped: {reasons} (docs/recorded_data.md)"
             )
 
-    async def take(self, step: int, version: int, weigh: Weigh) -> Found:
+    async def take(self, step: int, version: int, weigh: Weigh) -> StepData:
         size = self._config.buffer.batch_size
         self._record.console.begin(f"step {step}", size, step=step, of="rows")
         batch = batch_of(self._config, self._examples, step=step)
@@ -509,7 +509,7 @@ class RowSource(Source):
         sampled = {"rows/trained": size, "tokens/sampled": batch.trained_tokens}
         metrics = {**sampled, **tree_metrics(batch.rows)}
         left_out = self._examples.tokens_left_out if step == 1 else {}
-        return Found(batch, _with_left_out(metrics, left_out))
+        return StepData(batch, _with_left_out(metrics, left_out))
 
     def held_out(self, trainer: PolicyTrainer) -> dict[str, float]:
         talks = [turns for example in self._examples.held_out for turns in example]
@@ -531,7 +531,7 @@ class TraceSource(Source):
         self,
         config: RunConfig,
         record: RunRecord,
-        data: Comparable,
+        data: ComparableGroups,
         teacher_prompt: TeacherPrompt,
     ) -> None:
         self._config = config
@@ -548,14 +548,14 @@ class TraceSource(Source):
             + (f"; dropped: {reasons} (docs/recorded_data.md)" if reasons else "")
         )
 
-    async def take(self, step: int, version: int, weigh: Weigh) -> Found:
+    async def take(self, step: int, version: int, weigh: Weigh) -> StepData:
         config = self._config
         self._record.console.begin(f"step {step}", config.buffer.batch_size, step=step, of="groups")
         batch = off_policy_batch(config, self._groups, self._teacher_prompt, step=step)
         compared = ADVANTAGES[config.algorithm.advantage_fn].needs_group
         metrics = batch_metrics(batch, compared=compared)
         metrics["history/reward"] = float(batch.rewards_R.mean()) if batch.ids else 0.0
-        return Found(batch, _with_left_out(metrics, self._tokens if step == 1 else {}))
+        return StepData(batch, _with_left_out(metrics, self._tokens if step == 1 else {}))
 
     def held_out(self, trainer: PolicyTrainer) -> dict[str, float]:
         batch = held_out_batch(self._config, self._aside)
@@ -599,7 +599,7 @@ def batch_of(config: RunConfig, examples: Examples, *, step: int) -> RecordedBat
 
 
 # Training data of a run: tasks, rows or pairs as token ids, or groups of recorded rollouts.
-Data = Sequence[Task] | Examples | Comparable
+Data = Sequence[Task] | Examples | ComparableGroups
 
 
 def training_data(config: RunConfig, rows: Sequence[Task], history: History | None) -> Data:
@@ -615,7 +615,7 @@ def units(data: Data) -> int:
     """Number of tasks, rows or groups, of which a step uses `buffer.batch_size`."""
     if isinstance(data, Examples):
         return len(data.used)
-    return len(data.groups if isinstance(data, Comparable) else data)
+    return len(data.groups if isinstance(data, ComparableGroups) else data)
 
 
 def read_examples(

@@ -23,13 +23,13 @@ from tuner.errors import MissingDependencyError, ServingError
 # What the control API answers with: one definition for the server and its clients.
 
 
-class Answer(pydantic.BaseModel):
+class ServeAnswer(pydantic.BaseModel):
     """What the API answers; a client leaves out what a newer server says beside it."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="ignore")
 
 
-class SessionInfo(Answer):
+class SessionInfo(ServeAnswer):
     """A session as the server has it. Times are Unix seconds.
 
     Attributes:
@@ -73,7 +73,7 @@ class SessionInfo(Answer):
     redacted: int = 0
 
 
-class CallInfo(Answer):
+class CallInfo(ServeAnswer):
     """A recorded call, for people; `export` has its tokens.
 
     Attributes:
@@ -105,7 +105,7 @@ class CallInfo(Answer):
     redacted: bool = False
 
 
-class ServedModels(Answer):
+class ServedModels(ServeAnswer):
     """Which weights serve, which would like to, and what was decided before.
 
     Attributes:
@@ -122,14 +122,14 @@ class ServedModels(Answer):
     learning: dict[str, Any] | None = None
 
 
-class ApplicationKey(Answer):
+class ApplicationKey(ServeAnswer):
     """An application and its key, which is told once."""
 
     name: str
     key: str = pydantic.Field(repr=False)
 
 
-class Opened(Answer):
+class OpenedSession(ServeAnswer):
     """A session that was opened; its key is told once."""
 
     id: str
@@ -137,14 +137,14 @@ class Opened(Answer):
     base_url: str
 
 
-class Page(Answer):
+class Page(ServeAnswer):
     """Some sessions, and the id after which the next are; None where these are the last."""
 
     sessions: list[SessionInfo]
     next: str | None = None
 
 
-class Calls(Answer):
+class CallList(ServeAnswer):
     """The calls of a session."""
 
     calls: list[CallInfo]
@@ -274,9 +274,9 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def opening(asked: SessionOptions) -> ApiRequest[Opened]:
+def opening(asked: SessionOptions) -> ApiRequest[OpenedSession]:
     key = {IDEMPOTENCY_HEADER: uuid.uuid4().hex}
-    return ApiRequest("POST", "/sessions", Opened.model_validate, _given(asked), headers=key)
+    return ApiRequest("POST", "/sessions", OpenedSession.model_validate, _given(asked), headers=key)
 
 
 def page(filters: SessionFilters) -> ApiRequest[Page]:
@@ -292,7 +292,7 @@ def calls(id_: str) -> ApiRequest[list[CallInfo]]:
     return ApiRequest(
         "GET",
         f"/sessions/{quote(id_, safe='')}/calls",
-        lambda body: Calls.model_validate(body).calls,
+        lambda body: CallList.model_validate(body).calls,
     )
 
 

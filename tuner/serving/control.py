@@ -20,8 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 from tuner.gateway.request_error import RequestError
 from tuner.serving.asking import CallInfo, ServedModels, SessionInfo
 from tuner.serving.routing import (
-    Caller,
-    Keys,
+    ApiCaller,
+    ApiKeys,
     LiveSessions,
     Metrics,
     Rates,
@@ -37,20 +37,20 @@ T = TypeVar("T")
 _SHORT = Field(max_length=256)
 
 
-class Given(BaseModel):
+class RequestBody(BaseModel):
     """The body of a request; unknown fields are rejected by name."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class Limits(Given):
+class SessionLimitsBody(RequestBody):
     """Limits of a session; missing fields are taken from the configuration."""
 
     calls: int | None = Field(default=None, ge=1)
     tokens: int | None = Field(default=None, ge=1)
 
 
-class Sampling(Given):
+class SamplingBody(RequestBody):
     """Sampling settings for a session's requests that do not set them."""
 
     temperature: float | None = Field(default=None, ge=0, le=2)
@@ -59,18 +59,18 @@ class Sampling(Given):
     max_tokens: int | None = Field(default=None, ge=1)
 
 
-class OpenSession(Given):
+class OpenSession(RequestBody):
     """A new session."""
 
     task: dict[str, Any] = Field(default_factory=dict)
     group: Annotated[str, _SHORT] | None = None
     metadata: dict[str, Any] = Field(default_factory=dict)
     tags: list[Annotated[str, _SHORT]] = Field(default_factory=list, max_length=100)
-    limits: Limits = Limits()
-    sampling: Sampling = Sampling()
+    limits: SessionLimitsBody = SessionLimitsBody()
+    sampling: SamplingBody = SamplingBody()
 
 
-class GiveReward(Given):
+class GiveReward(RequestBody):
     """A reward, feedback, or both; for the session, or for one of its calls."""
 
     reward: FiniteFloat | None = Field(default=None, strict=True)
@@ -84,7 +84,7 @@ class GiveReward(Given):
         return self
 
 
-class NewApplication(Given):
+class NewApplication(RequestBody):
     """A new application, which gets a key."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
@@ -195,7 +195,7 @@ class Control:
         store: ServingStore,
         live: LiveSessions,
         *,
-        keys: Keys,
+        keys: ApiKeys,
         rates: Rates,
         models: Models,
         metrics: Metrics,
@@ -205,7 +205,7 @@ class Control:
         self.keys, self.rates = keys, rates
         self.models, self.metrics, self.failure = models, metrics, failure
 
-    def caller(self, headers: Mapping[str, str]) -> Caller:
+    def caller(self, headers: Mapping[str, str]) -> ApiCaller:
         """The sender; raises RequestError 401 or 429."""
         caller = self.keys.caller(headers)
         self.rates.take(caller.key)
@@ -220,7 +220,7 @@ class Control:
 
         return await asyncio.to_thread(beside)
 
-    def session(self, caller: Caller, id_: str, *, own: bool = True) -> StoredSession:
+    def session(self, caller: ApiCaller, id_: str, *, own: bool = True) -> StoredSession:
         """A session that the caller may see; with `own`, also by the session's own key.
 
         Raises:
@@ -236,7 +236,7 @@ class Control:
                 return found
         raise RequestError(f"there is no session {id_!r}", status=404, code="no_such_session")
 
-    def open(self, caller: Caller, given: OpenSession, request: str | None) -> tuple[str, str]:
+    def open(self, caller: ApiCaller, given: OpenSession, request: str | None) -> tuple[str, str]:
         """Id and key of a new session, or of the one that the same request opened before."""
         if caller.session is not None:
             raise not_allowed("the key of an application, or the admin key")

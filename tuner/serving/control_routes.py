@@ -15,7 +15,14 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from tuner.gateway.request_error import RequestError, dotted
-from tuner.serving.asking import ApplicationKey, Calls, Opened, Page, ServedModels, SessionInfo
+from tuner.serving.asking import (
+    ApplicationKey,
+    CallList,
+    OpenedSession,
+    Page,
+    ServedModels,
+    SessionInfo,
+)
 from tuner.serving.control import (
     ApplicationInfo,
     Applications,
@@ -27,12 +34,12 @@ from tuner.serving.control import (
     new_application_key,
     session_info,
 )
-from tuner.serving.routing import Caller, not_allowed
+from tuner.serving.routing import ApiCaller, not_allowed
 from tuner.serving.serving_store import ServingStore, digest
 from tuner.traces.store import trace_line, trace_to_json
 
 
-class Problem(BaseModel):
+class ErrorBody(BaseModel):
     """The problem with a request, and what to do; a code for programs; the field."""
 
     message: str
@@ -40,14 +47,14 @@ class Problem(BaseModel):
     param: str | None = None
 
 
-class Refusal(BaseModel):
+class ErrorResponse(BaseModel):
     """The body of an answer with an error status."""
 
-    error: Problem
+    error: ErrorBody
 
 
 _REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Refusal, "description": what}
+    status: {"model": ErrorResponse, "description": what}
     for status, what in {
         401: "The key is missing, unknown, or that of another session.",
         403: "The key may not do this.",
@@ -76,20 +83,20 @@ async def _known(
     request: Request,
     control: Of,
     _: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
-) -> Caller:
+) -> ApiCaller:
     return control.caller(request.headers)
 
 
-Known = Annotated[Caller, Depends(_known)]
+Known = Annotated[ApiCaller, Depends(_known)]
 
 
-async def _administrator(caller: Known) -> Caller:
+async def _administrator(caller: Known) -> ApiCaller:
     if caller.kind != "admin":
         raise not_allowed("the admin key")
     return caller
 
 
-Administrator = Annotated[Caller, Depends(_administrator)]
+Administrator = Annotated[ApiCaller, Depends(_administrator)]
 Id = Annotated[str, Path(max_length=64)]
 Name = Annotated[str, Path(max_length=64)]
 
@@ -101,10 +108,10 @@ async def open_session(
     caller: Known,
     request: Request,
     idempotency_key: Annotated[str | None, Header(max_length=256)] = None,
-) -> Opened:
+) -> OpenedSession:
     """Open a session: its key is the API key of one run of an agent, and is returned only here."""
     id_, key = control.open(caller, given, idempotency_key)
-    return Opened(id=id_, key=key, base_url=_base_url(request))
+    return OpenedSession(id=id_, key=key, base_url=_base_url(request))
 
 
 @router.get("/sessions")
@@ -149,11 +156,11 @@ async def get_session(id: Id, control: Of, caller: Known) -> SessionInfo:
 
 
 @router.get("/sessions/{id}/calls")
-async def get_calls(id: Id, control: Of, caller: Known) -> Calls:
+async def get_calls(id: Id, control: Of, caller: Known) -> CallList:
     """The calls of a session in the order in which they were recorded."""
     control.session(caller, id)
     found = await control.read(lambda store: store.calls(id))
-    return Calls(calls=[call_info(stored) for stored in found])
+    return CallList(calls=[call_info(stored) for stored in found])
 
 
 @router.post("/sessions/{id}/reward")

@@ -33,7 +33,7 @@ from tuner.serving.asking import ServedModels
 from tuner.serving.control import Control, Models
 from tuner.serving.control_routes import control_app
 from tuner.serving.learning.ledger import promoted_versions
-from tuner.serving.routing import Front, Keys, LiveSessions, Metrics, Rates, log_as_json
+from tuner.serving.routing import ApiKeys, Front, LiveSessions, Metrics, Rates, log_as_json
 from tuner.serving.serving_store import ServingStore
 from tuner.tasks.loading import load_function
 from tuner.traces.store import SERVED
@@ -87,7 +87,7 @@ class Server:
     metrics: Metrics
     door: HttpDoor | None = None
 
-    def app(self, keys: Keys, rates: Rates) -> Any:
+    def app(self, keys: ApiKeys, rates: Rates) -> Any:
         """The control API."""
         control = Control(
             self.store,
@@ -280,7 +280,7 @@ def _assembled(
 async def _open(server: Server, host: str, port: int) -> AsyncIterator[None]:
     """Keep the port open while the block runs."""
     settings = server.config.tuner.serving
-    keys = Keys(server.store, server.admin_key)
+    keys = ApiKeys(server.store, server.admin_key)
     rates = Rates(settings.requests_per_minute)
     front = Front(
         server.stack.gateway,

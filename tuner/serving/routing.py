@@ -38,7 +38,7 @@ from tuner.gateway.app import (
 from tuner.gateway.request_error import RequestError, has_ended
 from tuner.gateway.service import Reply, StreamReply
 from tuner.serving.serving_store import (
-    Noted,
+    CommittedCalls,
     Redact,
     ServingStore,
     SessionSink,
@@ -114,7 +114,7 @@ class LiveSessions:
         limits: SessionLimits | None = None,
         header: str = "x-tuner-session",
         redact: Redact | None = None,
-        noted: Callable[[Noted], None] = lambda _: None,
+        noted: Callable[[CommittedCalls], None] = lambda _: None,
     ) -> None:
         self._gateway = gateway
         self._store = store
@@ -328,7 +328,7 @@ class LiveSessions:
         live = self._live[id_] = _Live(session, sink)
         return live
 
-    def _told(self, noted: Noted) -> None:
+    def _told(self, noted: CommittedCalls) -> None:
         self._noted(noted)
         if self.onlooker is not None:
             self.onlooker.noted(noted.session)
@@ -449,7 +449,7 @@ class Metrics:
     def _labelled(self, path: str, status: int) -> tuple[Counter, Histogram]:
         return self.requests.labels(path, str(status)), self.seconds.labels(path)
 
-    def noted(self, noted: Noted) -> None:
+    def noted(self, noted: CommittedCalls) -> None:
         """Calls were recorded."""
         for call in noted.calls:
             kind = "undelivered" if call.undelivered else "delivered"
@@ -490,7 +490,7 @@ def log_request(
         _log.handle(record)
 
 
-class JsonLines(logging.Formatter):
+class JsonLogFormatter(logging.Formatter):
     """A line of JSON for each record. For an error its type and place, not its message, which may
     repeat the request."""
 
@@ -513,7 +513,7 @@ class JsonLines(logging.Formatter):
 def log_as_json() -> None:
     """Log `tuner` and its HTTP server as lines of JSON on standard error."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines())
+    handler.setFormatter(JsonLogFormatter())
     for name in ("tuner", "uvicorn"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
@@ -534,7 +534,7 @@ _REMEMBERED = 100_000  # number of keys whose last requests are remembered
 
 
 @dataclass(frozen=True)
-class Caller:
+class ApiCaller:
     """The sender of a request.
 
     Attributes:
@@ -582,7 +582,7 @@ class TooOften(RequestError):
         self.headers = (("Retry-After", str(math.ceil(seconds))),)
 
 
-class Keys:
+class ApiKeys:
     """Finds the owner of a key.
 
     Args:
@@ -597,7 +597,7 @@ class Keys:
         self._known: dict[bytes, tuple[str | None, str | None]] = {}
         self._as_of = store.owners
 
-    def caller(self, headers: Mapping[str, str]) -> Caller:
+    def caller(self, headers: Mapping[str, str]) -> ApiCaller:
         """The sender of a request with these headers, by lower-case name.
 
         Raises:
@@ -608,12 +608,12 @@ class Keys:
             raise unknown_key()
         known = digest(key)
         if hmac.compare_digest(known, self._admin):
-            return Caller("admin", key)
+            return ApiCaller("admin", key)
         application, session = self._owner(known)
         if application is not None:
-            return Caller("application", key, application=application)
+            return ApiCaller("application", key, application=application)
         if session is not None:
-            return Caller("session", key, session=session)
+            return ApiCaller("session", key, session=session)
         raise unknown_key()
 
     def _owner(self, key: bytes) -> tuple[str | None, str | None]:
@@ -679,7 +679,7 @@ class Front:
         gateway: Gateway,
         live: LiveSessions,
         *,
-        keys: Keys,
+        keys: ApiKeys,
         rates: Rates,
         metrics: Metrics,
         header: str,
@@ -743,7 +743,7 @@ class Front:
         """See `Gateway.check_not_stuck`: nothing blocks the event loop here."""
 
     async def _session(
-        self, caller: Caller, method: str, path: str, headers: Mapping[str, str], body: bytes
+        self, caller: ApiCaller, method: str, path: str, headers: Mapping[str, str], body: bytes
     ) -> Session:
         """The session that a request belongs to; the reader for requests that belong to none.
 

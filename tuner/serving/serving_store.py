@@ -918,7 +918,7 @@ def restored_conversations(
 
 
 @dataclass(frozen=True)
-class Noted:
+class CommittedCalls:
     """What was committed, for who counts it.
 
     Attributes:
@@ -957,7 +957,7 @@ class SessionSink:
         application: str | None,
         redact: Redact | None,
         opening: Callable[[], None] | None,
-        noted: Callable[[Noted], None],
+        noted: Callable[[CommittedCalls], None],
     ) -> None:
         self._store = store
         self._id = id_
@@ -996,7 +996,7 @@ class SessionSink:
             self._store.add_calls(self._id, kept, request=request, redacted=changed, talks=talks)
         self._opening = None
         self._private = self._private or changed
-        self._noted(Noted(self._id, kept, changed))
+        self._noted(CommittedCalls(self._id, kept, changed))
 
     def begin(self, request: str) -> Replay | None:
         """As `CallSink.begin`."""

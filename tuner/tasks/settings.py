@@ -201,7 +201,7 @@ class PromptTuneConfig(PublicSettings):
     seed: int = Field(default=0, description="Seed of the search and its rollouts.")
 
 
-class Given(TypedDict, total=False):
+class TuneArguments(TypedDict, total=False):
     """The keyword arguments of `tune()`, documented there."""
 
     environment: Any
@@ -232,7 +232,7 @@ def settings_of(
     workflow_func: Callable[..., Any] | None,
     judge_func: Callable[..., Any] | None = None,
     train_dataset: Any = None,
-    **given: Unpack[Given],
+    **given: Unpack[TuneArguments],
 ) -> dict[str, Any]:
     """The arguments of `tune()` as nested settings of the file, except the location of
     `train_dataset`.

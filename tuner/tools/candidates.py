@@ -33,7 +33,7 @@ from tuner.tasks.functions import Signature, WorkflowOutput, as_workflow_output,
 from tuner.traces import RolloutId, Trace, TraceStore, Usage
 from tuner.traces.reading import Count, JsonReader, Text
 from tuner.traces.store import closed, cut_torn_line
-from tuner.tune import Run
+from tuner.tune import RunPlan
 
 # Weights: a model, a checkpoint or a run.
 
@@ -261,7 +261,7 @@ def _check_settings(config: RunConfig) -> None:
 
 
 @asynccontextmanager
-async def served_here(run: Run, *, workers: bool = False) -> AsyncIterator[Contender]:
+async def served_here(run: RunPlan, *, workers: bool = False) -> AsyncIterator[Contender]:
     """Serve the configuration's model on a local engine, optionally with `tuner.workers`."""
     from tuner.runs.stack import build_stack
 
@@ -277,7 +277,7 @@ async def served_here(run: Run, *, workers: bool = False) -> AsyncIterator[Conte
 
 @asynccontextmanager
 async def elsewhere(
-    run: Run,
+    run: RunPlan,
     remote: RemoteModel | None,
     make_model: Callable[[Session], Any] | None = None,
 ) -> AsyncIterator[Contender]:
@@ -318,7 +318,7 @@ PER_PRICE = 1_000_000
 
 
 @dataclass
-class Spent:
+class SearchCost:
     """Cost of a search so far, including interrupted parts; failed rollouts by outcome."""
 
     rollouts: int = 0
@@ -426,7 +426,7 @@ class PromptTrials:
     defaults: SamplingDefaults
     single: bool
     prices: Prices
-    spent: Spent = field(default_factory=Spent)
+    spent: SearchCost = field(default_factory=SearchCost)
     _tries: Counter[tuple[str, int, int]] = field(default_factory=Counter, init=False)
     _known: dict[tuple[str, int], list[Trace]] = field(default_factory=dict, init=False)
 

@@ -24,16 +24,22 @@ from tuner.runs.notices import CallSettings, call_findings, untrained
 from tuner.runs.placement import micro_batch_tokens, peak_of
 from tuner.runs.recorded import Examples
 from tuner.runs.result import Verdict
-from tuner.runs.sources import Comparable, batch_of, history_of, off_policy_batch, training_data
+from tuner.runs.sources import (
+    ComparableGroups,
+    batch_of,
+    history_of,
+    off_policy_batch,
+    training_data,
+)
 from tuner.runs.stack import Stack, build_stack, build_trainer
 from tuner.tasks.functions import where
 from tuner.tasks.selection import planned_steps
 from tuner.traces import Outcome, Trace, TraceStore
 from tuner.training.batch import Batch, Row, Selection, build_batch
-from tuner.training.likelihood import Effective, RecordedBatch, effective_samples
+from tuner.training.likelihood import EffectiveSamples, RecordedBatch, effective_samples
 from tuner.training.memory import tokens_of_pass
 from tuner.training.trainer import PolicyTrainer
-from tuner.tune import Run
+from tuner.tune import RunPlan
 
 ROLLOUTS = 2
 # Tokens of a call to show: the end of the prompt, both ends of the answer.
@@ -42,7 +48,7 @@ SHOWN_PROMPT, SHOWN_START, SHOWN_END = 4, 10, 3
 FORWARDS_PER_UPDATE = 3
 
 
-def check_run(run: Run) -> Verdict:
+def check_run(run: RunPlan) -> Verdict:
     """Load the model, look at two rollouts of the first task or at the data, describe the run.
 
     Must not be called from a running event loop.
@@ -52,7 +58,7 @@ def check_run(run: Run) -> Verdict:
     return run_async(_check(run))
 
 
-async def _check(run: Run) -> Verdict:
+async def _check(run: RunPlan) -> Verdict:
     config = run.config
     # fails if the functions cannot be sent
     workers = pool_of(config, run.workflow, run.judge, default_kind())
@@ -107,7 +113,7 @@ def _seconds(trace: Trace) -> float:
     return sum(trace.seconds.get(part, 0.0) for part in ("workflow", "judge"))
 
 
-def inputs(run: Run, stack: Stack, workers: str | None = None) -> Iterator[str]:
+def inputs(run: RunPlan, stack: Stack, workers: str | None = None) -> Iterator[str]:
     """Yield the main settings and the outcome of the workers' check."""
     config = run.config
     parameters = sum(p.numel() for p in stack.model.parameters())
@@ -203,7 +209,7 @@ def _rewards(traces: Sequence[Trace], settings: CallSettings) -> Iterator[str]:
 
 
 def _plan(
-    run: Run,
+    run: RunPlan,
     stack: Stack,
     traces: Sequence[Trace],
     rows: Sequence[Row],
@@ -298,7 +304,7 @@ def duration(seconds: float) -> str:
 FORWARDS_OF_PAIRS = 2
 
 
-async def check_recorded(run: Run) -> Verdict:
+async def check_recorded(run: RunPlan) -> Verdict:
     """Read the data, load the model, show the trained part of the first row, describe the run."""
     data = training_data(run.config, run.train_tasks, run.history)
     async with aclosing(build_stack(run.config, workflow=run.workflow, judge=run.judge)) as stack:
@@ -340,7 +346,7 @@ def _first_row(stack: Stack, examples: Examples) -> Iterator[str]:
         yield from completion_lines(stack, ids, [""] * len(ids))
 
 
-def _recorded_plan(run: Run, stack: Stack, examples: Examples) -> Iterator[str]:
+def _recorded_plan(run: RunPlan, stack: Stack, examples: Examples) -> Iterator[str]:
     config = run.config
     size, steps = config.buffer.batch_size, planned_steps(config, len(examples.used))
     batch = batch_of(config, examples, step=1)
@@ -368,21 +374,25 @@ def counts(found: Mapping[str, int]) -> str:
 # `tuner check` of recorded rollouts for algorithms that learn from rewards or from a teacher.
 
 
-def check_history(run: Run) -> Verdict:
+def check_history(run: RunPlan) -> Verdict:
     """Report the rollouts, the trained tokens and their effective sample size.
 
     For sft and dpo reports their rows. Must not be called from a running event loop.
     """
     data = training_data(run.config, run.train_tasks, run.history)
-    return run_async(_check_history(run, data)) if isinstance(data, Comparable) else check_run(run)
+    return (
+        run_async(_check_history(run, data))
+        if isinstance(data, ComparableGroups)
+        else check_run(run)
+    )
 
 
-async def _check_history(run: Run, data: Comparable) -> Verdict:
+async def _check_history(run: RunPlan, data: ComparableGroups) -> Verdict:
     async with aclosing(build_stack(run.config, workflow=run.workflow, judge=run.judge)) as stack:
         return _verdict(run, stack, data)
 
 
-def _verdict(run: Run, stack: Stack, data: Comparable) -> Verdict:
+def _verdict(run: RunPlan, stack: Stack, data: ComparableGroups) -> Verdict:
     config = run.config
     trainer = build_trainer(config, stack, total_steps=1)
     batch = off_policy_batch(config, data.groups, stack.teacher_prompt, step=1)
@@ -409,14 +419,14 @@ def _verdict(run: Run, stack: Stack, data: Comparable) -> Verdict:
     return Verdict.of(last.startswith("READY"), sections)
 
 
-def _recorded_rollouts(data: Comparable) -> Iterator[str]:
+def _recorded_rollouts(data: ComparableGroups) -> Iterator[str]:
     yield "RECORDED ROLLOUTS"
     yield f"  {data.used:>7}  used, of {len(data.groups)} tasks"
     for why, count in sorted(data.left_out.rollouts.items()):
         yield f"  {count:>7}  {why}"
 
 
-def _worth(batch: Batch, effective: Effective) -> Iterator[str]:
+def _worth(batch: Batch, effective: EffectiveSamples) -> Iterator[str]:
     yield "EFFECTIVE SAMPLE SIZE in the first step, under the run's initial weights"
     dropped = counts(batch.dropped_tokens) or "0"
     yield f"  {batch.sampled_tokens} tokens sampled = {batch.trained_tokens} trained + {dropped}"
@@ -426,7 +436,7 @@ def _worth(batch: Batch, effective: Effective) -> Iterator[str]:
 
 
 def _history_plan(
-    config: RunConfig, stack: Stack, data: Comparable, batch: Batch, seconds: float
+    config: RunConfig, stack: Stack, data: ComparableGroups, batch: Batch, seconds: float
 ) -> Iterator[str]:
     steps = planned_steps(config, len(data.groups))
     yield "TRAINING"

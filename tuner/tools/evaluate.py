@@ -30,7 +30,7 @@ from tuner.runs.console import ConsoleMonitor
 from tuner.runs.directory import RunDirectory, make_private, outside_event_loop, write_atomically
 from tuner.runs.estimates import Estimate, estimate, paired, passes, rewards_by_task
 from tuner.tasks.loading import require_nothing_loads
-from tuner.tasks.settings import Given, TunerModelConfig
+from tuner.tasks.settings import TuneArguments, TunerModelConfig
 from tuner.tools.candidates import (
     Candidate,
     CandidateTrials,
@@ -40,7 +40,7 @@ from tuner.tools.candidates import (
     with_weights,
 )
 from tuner.traces import Outcome, Trace, TraceStore
-from tuner.tune import Run, evaluation_of
+from tuner.tune import RunPlan, evaluation_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -259,7 +259,7 @@ def evaluate(
     require_nothing_loads("evaluate()")
     from tuner.environments.seam import parts_of
 
-    given: Given = {
+    given: TuneArguments = {
         "environment": environment,
         "eval_dataset": eval_dataset,
         "model": model,
@@ -273,7 +273,7 @@ def evaluate(
 
 
 def _evaluated(
-    run: Run,
+    run: RunPlan,
     given: Sequence[str | Path],
     k: int | None,
     temperature: float | None,
@@ -355,7 +355,7 @@ def _new_folder(path: Path) -> Path:
     return path
 
 
-def _scores(run: Run, candidate: Candidate, folder: Path | None) -> CandidateScores:
+def _scores(run: RunPlan, candidate: Candidate, folder: Path | None) -> CandidateScores:
     """Load a candidate, try it on every set, and unload it."""
     from tuner.loop import deterministic_torch
 
@@ -372,7 +372,7 @@ def _scores(run: Run, candidate: Candidate, folder: Path | None) -> CandidateSco
     return CandidateScores(name=candidate.name, path=candidate.path, sets=sets)
 
 
-async def _try(run: Run, name: str, store: TraceStore | None) -> dict[str, SetScores]:
+async def _try(run: RunPlan, name: str, store: TraceStore | None) -> dict[str, SetScores]:
     """Scores of a model, by evaluation set."""
     from rich.console import Console
 

@@ -36,7 +36,7 @@ from tuner.tasks.functions import (
 )
 from tuner.tools.judging import JudgeCalls
 from tuner.traces import Trace, TraceStore
-from tuner.tune import Run
+from tuner.tune import RunPlan
 
 ROLLOUTS = 4
 EMPTY, PLEA = "an empty answer", "a plea for the best score"
@@ -70,7 +70,7 @@ class JudgedTask:
 
 
 @dataclass(eq=False)
-class Bench:
+class JudgeBench:
     """Lets a judge judge real answers and probes, and sums its metrics."""
 
     calls: JudgeCalls
@@ -133,7 +133,7 @@ def _shuffled(text: str) -> str | None:
     return " ".join(mixed)
 
 
-class Labelled(BaseModel):
+class LabelledAnswer(BaseModel):
     """A row of a file of labels."""
 
     model_config = ConfigDict(extra="forbid")
@@ -142,7 +142,7 @@ class Labelled(BaseModel):
     reward: Annotated[Number, Field(allow_inf_nan=False)]
 
 
-def read_labelled(path: Path) -> list[Labelled]:
+def read_labelled(path: Path) -> list[LabelledAnswer]:
     """Read a file of JSON lines; raises DatasetError if it has no valid rows."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -151,7 +151,7 @@ def read_labelled(path: Path) -> list[Labelled]:
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            rows += [Labelled.model_validate_json(line)] if line.strip() else []
+            rows += [LabelledAnswer.model_validate_json(line)] if line.strip() else []
         except ValidationError as error:
             problem = error.errors(include_url=False)[0]
             at = ".".join(map(str, problem["loc"])) or "the line"
@@ -164,7 +164,7 @@ def read_labelled(path: Path) -> list[Labelled]:
     return rows
 
 
-def check_judge(run: Run, *, tasks: int = 4, labelled: Path | None = None) -> Verdict:
+def check_judge(run: RunPlan, *, tasks: int = 4, labelled: Path | None = None) -> Verdict:
     """Test the judge on rollouts of the first tasks, on answers that deserve nothing, and on
     labels.
 
@@ -188,7 +188,7 @@ def check_judge(run: Run, *, tasks: int = 4, labelled: Path | None = None) -> Ve
 
 
 async def _check(
-    run: Run, judge: Callable[..., Any], tasks: int, rows: Sequence[Labelled]
+    run: RunPlan, judge: Callable[..., Any], tasks: int, rows: Sequence[LabelledAnswer]
 ) -> Verdict:
     config, kept = run.config, list[Any]()
 
@@ -201,7 +201,7 @@ async def _check(
     running = 1 if alone else config.explorer.runner_per_model
     async with aclosing(build_stack(config, workflow=run.workflow, judge=keep)) as stack:
         assert stack.runner is not None, "there is a workflow"
-        bench = Bench(
+        bench = JudgeBench(
             JudgeCalls(
                 judge,
                 stack.auxiliary.opened,
@@ -234,13 +234,15 @@ async def _check(
     return Verdict.of(not problems, sections)
 
 
-async def _labelled(bench: Bench, rows: Sequence[Labelled], probed: int) -> list[JudgedTask]:
+async def _labelled(
+    bench: JudgeBench, rows: Sequence[LabelledAnswer], probed: int
+) -> list[JudgedTask]:
     """The labelled rows by task; only the first `probed` tasks are also judged with the probes."""
-    by_task: dict[str, list[Labelled]] = {}
+    by_task: dict[str, list[LabelledAnswer]] = {}
     for row in rows:
         by_task.setdefault(json.dumps(row.task, sort_keys=True), []).append(row)
 
-    async def look(number: int, of_task: list[Labelled]) -> JudgedTask:
+    async def look(number: int, of_task: list[LabelledAnswer]) -> JudgedTask:
         task, labels = of_task[0].task, [row.reward for row in of_task]
         responses = [StoredResponse(row.response) for row in of_task]
         if number < probed:
@@ -251,7 +253,7 @@ async def _labelled(bench: Bench, rows: Sequence[Labelled], probed: int) -> list
     return await asyncio.gather(*(look(n, of_task) for n, of_task in enumerate(by_task.values())))
 
 
-def _head(bench: Bench) -> Iterator[str]:
+def _head(bench: JudgeBench) -> Iterator[str]:
     kind = "all responses to a task" if bench.of_groups else "one response"
     yield "JUDGE"
     yield f"  {where(bench.calls.judge)}, which is given {kind} at a time"
@@ -347,7 +349,7 @@ def _agreement(looks: Sequence[JudgedTask]) -> Iterator[str]:
     yield f"  mean difference from the label {fmean(abs(a - b) for a, b in rows):.3g}"
 
 
-def _took(bench: Bench) -> Iterator[str]:
+def _took(bench: JudgeBench) -> Iterator[str]:
     yield "COST"
     seconds = bench.calls.seconds
     spent = f"{median(seconds):.3g} s in the median" if seconds else "nothing to judge"

@@ -323,7 +323,7 @@ DESCRIBED = 100
 FULL, MINIBATCH = 50, 35
 
 
-class _Ended(BaseException):
+class _SearchEnded(BaseException):
     """Ends the search. MIPROv2 catches every Exception and continues with a score of 0."""
 
 
@@ -346,14 +346,14 @@ class _Scores:
         try:
             return self.bridge.result(work)
         except Exception as error:
-            raise _Ended from error
+            raise _SearchEnded from error
 
     def traces(self, prompts: Prompts, rows: Sequence[int]) -> list[Trace]:
         """One rollout for each of these rows."""
         known = self.known[tuple(prompts.values())]
         if wanted := [row for row in rows if row not in known]:
             if prompts != self.first and self.spent_all():
-                raise _Ended
+                raise _SearchEnded
             compared = known.keys() >= set(self.tree.compare_on)
             made = self.waited(lambda: self.evaluate(prompts, wanted))
             known |= dict(zip(wanted, made, strict=True))
@@ -408,7 +408,7 @@ async def instruct(
 
     def answer(question: str) -> str:
         if spent_all():
-            raise _Ended
+            raise _SearchEnded
         return scores.waited(lambda: ask(question))
 
     def search() -> None:
@@ -419,7 +419,7 @@ async def instruct(
             rows = [row_text(tasks[row]) for row in reflect_on[:DESCRIBED]]
             with _quiet():
                 _compile(scores, answer, rows, shown, most, seed)
-        except _Ended:
+        except _SearchEnded:
             pass
 
     await bridge.run(search)

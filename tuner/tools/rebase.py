@@ -54,7 +54,7 @@ from tuner.tasks.loading import load_function, require_nothing_loads, without_co
 from tuner.tasks.selection import planned_steps
 from tuner.tools.judging import JudgeCalls, asks_for_models, was_judged
 from tuner.traces import Trace, read_traces
-from tuner.tune import Run, leave_report, prepare
+from tuner.tune import RunPlan, leave_report, prepare
 
 LEAST = 0.9
 """Default of `min_effective_samples`."""
@@ -150,7 +150,7 @@ def rebase(
 def _begun(
     old: RunDirectory,
     before: RunConfig,
-    prepared: Run,
+    prepared: RunPlan,
     name: str | None,
     *,
     least: float,
@@ -168,7 +168,7 @@ def _begun(
 
 
 def _rebased(
-    old: RunDirectory, before: RunConfig, run: Run, *, least: float, most: float
+    old: RunDirectory, before: RunConfig, run: RunPlan, *, least: float, most: float
 ) -> Rebase:
     with without_collection():
         from tuner.loop import run_local
@@ -281,7 +281,7 @@ def _check_resumes(new: RunDirectory, asked: RebaseRecord) -> None:
             )
 
 
-def _check_same(old: RunDirectory, before: RunConfig, run: Run) -> None:
+def _check_same(old: RunDirectory, before: RunConfig, run: RunPlan) -> None:
     """Reject changed data, and changes of settings other than the judge."""
     from tuner.runs.record import fingerprints
 

@@ -67,7 +67,7 @@ class NoModel:
         self._refuse()
 
 
-class Silent:
+class SilentEngine:
     """An engine without a model; requests that the script does not answer wait forever."""
 
     version = 0
@@ -174,7 +174,7 @@ def run_again(
         )
     own = workflow if callable(workflow) else recorded.workflow(workflow)
     scorer = judge if callable(judge) else recorded.judge(judge)
-    again = _Again(recorded, own, scorer, point, sample, candidate, seed)
+    again = _RerunArguments(recorded, own, scorer, point, sample, candidate, seed)
     return outside_event_loop(lambda: run_async(again.result()))
 
 
@@ -190,7 +190,7 @@ def _point(recorded: RecordedRollout, until: int | None) -> int | None:
 
 
 @dataclass
-class _Again:
+class _RerunArguments:
     """One rerun of a rollout; the fields are the arguments of `run_again`."""
 
     recorded: RecordedRollout
@@ -263,7 +263,7 @@ class _Again:
         if self.recorded.relayed:
             return Playback(path)
         return Gateway(
-            cast(Any, Silent(self.recorded.context)),
+            cast(Any, SilentEngine(self.recorded.context)),
             chat_renderer(config, load_tokenizer(path)),
             model_name=path,
             reasoning=config.tuner.reasoning,

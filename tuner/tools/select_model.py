@@ -50,7 +50,7 @@ from tuner.tools.candidates import (
     CandidateTrials,
     Contender,
     Prices,
-    Spent,
+    SearchCost,
     elsewhere,
     find_candidate,
     served_here,
@@ -59,7 +59,7 @@ from tuner.tools.candidates import (
 from tuner.tools.evaluate import table_text
 from tuner.tools.tune_prompt import check_judges_alone, rows_of
 from tuner.traces import RolloutId, Trace, TraceStore, Usage
-from tuner.tune import Run, prepare_evaluation
+from tuner.tune import RunPlan, prepare_evaluation
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -208,15 +208,15 @@ class ModelCandidate:
     name: str
     given: Any
     identity: Mapping[str, Any]
-    run: Run
-    open: Callable[[Run], AbstractAsyncContextManager[Contender]]
+    run: RunPlan
+    open: Callable[[RunPlan], AbstractAsyncContextManager[Contender]]
     prices: Prices | None = None
 
 
 def model_candidates(
     given: Sequence[Any],
-    run: Run,
-    prepared: Callable[[TunerModelConfig], Run],
+    run: RunPlan,
+    prepared: Callable[[TunerModelConfig], RunPlan],
     prices: Mapping[str, Prices],
 ) -> list[ModelCandidate]:
     """The candidates in the order given; `prices` by name take precedence over their own."""
@@ -243,7 +243,9 @@ def model_candidates(
     ]
 
 
-def _candidate(given: Any, run: Run, prepared: Callable[[TunerModelConfig], Run]) -> ModelCandidate:
+def _candidate(
+    given: Any, run: RunPlan, prepared: Callable[[TunerModelConfig], RunPlan]
+) -> ModelCandidate:
     if is_chat_model(given):
         return ModelCandidate(name_of(given), given, _chat_identity(given), run, _asked(given))
     if isinstance(given, RemoteModel):
@@ -260,7 +262,9 @@ def _candidate(given: Any, run: Run, prepared: Callable[[TunerModelConfig], Run]
     raise ConfigError(f"a candidate is {given!r:.80} ({type(given).__name__}); pass {_KINDS}")
 
 
-def _weights(given: Any, weights: Candidate, run: Run, said: Mapping[str, Any]) -> ModelCandidate:
+def _weights(
+    given: Any, weights: Candidate, run: RunPlan, said: Mapping[str, Any]
+) -> ModelCandidate:
     from tuner.runs.record import fingerprint_of_weights
 
     place = located(weights.path, "candidate_models")
@@ -274,7 +278,7 @@ def _weights(given: Any, weights: Candidate, run: Run, said: Mapping[str, Any]) 
     return ModelCandidate(weights.name, given, identity, served, served_here)
 
 
-def _asked(model: Any) -> Callable[[Run], AbstractAsyncContextManager[Contender]]:
+def _asked(model: Any) -> Callable[[RunPlan], AbstractAsyncContextManager[Contender]]:
     return partial(elsewhere, remote=None, make_model=partial(observed, model))
 
 
@@ -403,7 +407,7 @@ class CandidateRecord:
     def _cost(self) -> float | None:
         if self.candidate.prices is None:
             return None
-        spent = Spent()
+        spent = SearchCost()
         for trace in self.traces:
             spent.add(trace.usage, self.candidate.prices)
         return spent.cost / len(self.final)
@@ -536,7 +540,7 @@ class ModelSelection:
     """One selection; each round tries the remaining candidates on further rows."""
 
     workflow: Callable[..., Any]
-    run: Run
+    run: RunPlan
     tried: list[CandidateRecord]
     rounds: Sequence[Sequence[int]]
     max_running: int
@@ -647,7 +651,7 @@ class JudgedResponse(dict[str, Any]):
         return response_text(self["response"])
 
 
-def penalty_of(run: Run) -> float | None:
+def penalty_of(run: RunPlan) -> float | None:
     """The reward of a failed rollout; None omits failed rollouts."""
     failure = run.config.tuner.on_failure
     return failure.penalize if isinstance(failure, Penalize) else None

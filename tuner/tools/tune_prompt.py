@@ -55,7 +55,7 @@ from tuner.tools.candidates import (
     PromptedWorkflow,
     Prompts,
     PromptTrials,
-    Spent,
+    SearchCost,
     elsewhere,
     remote_named,
     served_here,
@@ -65,7 +65,7 @@ from tuner.tools.prompt_page import leave_page
 from tuner.traces import Trace, TraceStore, Usage
 from tuner.traces.reading import Count, JsonReader, Text
 from tuner.traces.store import closed, cut_torn_line
-from tuner.tune import Run, prepare_evaluation
+from tuner.tune import RunPlan, prepare_evaluation
 
 GEPAS = ("minibatch_size", "perfect_score")
 """Settings that MIPROv2 does not use."""
@@ -300,7 +300,7 @@ class Reflection:
         path: Path,
         *,
         prices: tuple[float, float],
-        spent: Callable[[], Spent],
+        spent: Callable[[], SearchCost],
     ) -> None:
         self._client, self._model_name = client, model_name
         self._path, self._prices, self._spent = path, prices, spent
@@ -374,7 +374,7 @@ PROPOSALS = 5
 class PromptSearch:
     """One search: its directory, its budget, its messages and its result."""
 
-    run: Run
+    run: RunPlan
     workflow: Callable[..., Any]
     settings: PromptTuneConfig
     first: dict[str, str]
@@ -437,7 +437,7 @@ class PromptSearch:
         config, settings = self.run.config, self.settings
         monitor = ConsoleMonitor(1, _console(quiet=not settings.eval_display_progress))
         client = remote_client(self.proposer, "PromptTuneConfig.reflection_model")
-        spent = Spent()
+        spent = SearchCost()
         reflection = Reflection(
             client,
             self.proposer.model_name,
@@ -542,7 +542,7 @@ class PromptSearch:
         said = [f"{limit:g} {name}" for name, limit in found.items() if limit is not None]
         return f"at most {' or '.join(said)}"
 
-    def _spent_all(self, spent: Spent, rollouts: int | None) -> bool:
+    def _spent_all(self, spent: SearchCost, rollouts: int | None) -> bool:
         tokens = spent.usage.input_tokens + spent.usage.output_tokens
         limits = ((spent.rollouts, rollouts), (tokens, self.settings.max_tokens))
         over = any(limit is not None and used >= limit for used, limit in limits)

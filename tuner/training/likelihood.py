@@ -174,7 +174,7 @@ class EffectiveSize:
 
 
 @dataclass(frozen=True)
-class Effective:
+class EffectiveSamples:
     """Effective size of a batch for a policy.
 
     Attributes:
@@ -194,7 +194,7 @@ class Effective:
     log_weights: tuple[Tensor, ...]
 
 
-def effective_samples(trainer: PolicyTrainer, batch: Batch) -> Effective:
+def effective_samples(trainer: PolicyTrainer, batch: Batch) -> EffectiveSamples:
     """Effective size of a batch for a trainer's current weights; takes a forward pass.
 
     Args:
@@ -219,7 +219,7 @@ def effective_of(
     *,
     cap: float | None = None,
     rejection: tuple[float, float] | None = None,
-) -> Effective:
+) -> EffectiveSamples:
     """Like `effective_samples`, with known log-probs.
 
     Args:
@@ -246,7 +246,7 @@ def effective_of(
     log_N = torch.tensor([float(each.sum()) for each in log_weights], dtype=torch.float64)
     rollout_N = torch.tensor([row.rollout for row in batch.rows], dtype=torch.long)
     log_T = torch.cat(log_weights) if log_weights else log_N
-    return Effective(
+    return EffectiveSamples(
         tokens=effective_size(log_T),
         capped=effective_size(_as_in_the_loss(log_T, cap, rejection)),
         calls=effective_size(_sums(log_N, batch.call_N)),
@@ -363,7 +363,7 @@ def _as_now(batch: Batch, logp: Sequence[Tensor]) -> tuple[Row, ...]:
     )
 
 
-def shares(effective: Effective) -> dict[str, float]:
+def shares(effective: EffectiveSamples) -> dict[str, float]:
     """Effective shares of the samples."""
     return {
         "effective_tokens": effective.tokens.share,

@@ -63,7 +63,7 @@ class TrinitysEngine(DescribedEngine):
         raise EngineError("Trinity-RFT changes the weights of its engine")
 
 
-class ServedEngine(TrinitysEngine):
+class TrinityVllmEngine(TrinitysEngine):
     """An `Engine` over one of Trinity-RFT's vLLM servers.
 
     Args:

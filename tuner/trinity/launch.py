@@ -34,8 +34,8 @@ from tuner.traces import TraceStore
 from tuner.trinity import nodes, workers
 from tuner.trinity.handover import resolve
 from tuner.trinity.installed import environment
-from tuner.trinity.preparation import Prepared, prepare, to_yaml, with_own_name
-from tuner.trinity.progress import COMPARE_GROUPS, Journal, Progress, latest_checkpoint
+from tuner.trinity.preparation import PreparedRun, prepare, to_yaml, with_own_name
+from tuner.trinity.progress import COMPARE_GROUPS, Journal, TrinityProgress, latest_checkpoint
 from tuner.trinity.resume import last_checkpoint, require_same_run, rewind
 from tuner.trinity.stage import (
     POLL_SECONDS,
@@ -114,7 +114,7 @@ def run_trinity(
 class _Run:
     """One start of a run: its previous state, and its results."""
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, prepared: PreparedRun) -> None:
         settings, config = prepared.settings, prepared.config
         self._settings = settings
         self._config = config
@@ -124,7 +124,7 @@ class _Run:
         self.directory = RunDirectory(folder)
         self._journal = Journal(self.directory.path)
         failure = settings.tuner.on_failure
-        self._progress = Progress(
+        self._progress = TrinityProgress(
             self.directory,
             explorer="benchmark" if config.mode == "bench" else config.explorer.name,
             trainer=config.trainer.name,

@@ -43,7 +43,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Needed:
+class MachineRequirements:
     """Requirements for every machine.
 
     Attributes:
@@ -78,7 +78,9 @@ def _number(part: str) -> int:
     return int(part) if part.isdecimal() else 0
 
 
-def needed(config: Config, *, shared: Path, functions: Mapping[str, str | None]) -> Needed:
+def needed(
+    config: Config, *, shared: Path, functions: Mapping[str, str | None]
+) -> MachineRequirements:
     """Requirements of a configuration for every machine.
 
     Args:
@@ -100,12 +102,12 @@ def needed(config: Config, *, shared: Path, functions: Mapping[str, str | None])
         for setting, path in paths.items()
         if path and Path(path).exists() and not Path(path).is_relative_to(shared)
     }
-    return Needed(
+    return MachineRequirements(
         shared, {role: text for role, text in functions.items() if text is not None}, here
     )
 
 
-def require_alike(needed: Needed, nodes: Sequence[Node]) -> None:
+def require_alike(needed: MachineRequirements, nodes: Sequence[Node]) -> None:
     """Reject a cluster with a machine that lacks something the run needs."""
     problems = list(_problems(needed, nodes))
     if not problems:
@@ -116,7 +118,9 @@ def require_alike(needed: Needed, nodes: Sequence[Node]) -> None:
     raise (FunctionError if only_functions else ConfigError)("\n".join([f"{text}:", *lines]))
 
 
-def _problems(needed: Needed, nodes: Sequence[Node]) -> Iterator[tuple[Node, str, bool]]:
+def _problems(
+    needed: MachineRequirements, nodes: Sequence[Node]
+) -> Iterator[tuple[Node, str, bool]]:
     """(machine, what it lacks, whether that is a function)."""
     token = secrets.token_hex(8)
     meeting = needed.shared / "tuner" / f"machines-{token}"
@@ -129,7 +133,7 @@ def _problems(needed: Needed, nodes: Sequence[Node]) -> Iterator[tuple[Node, str
 
 
 def _answers(
-    needed: Needed, nodes: Sequence[Node], meeting: Path, token: str
+    needed: MachineRequirements, nodes: Sequence[Node], meeting: Path, token: str
 ) -> Iterator[tuple[Node, str, bool]]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

@@ -21,7 +21,7 @@ from tuner.config.source import MASK, concealed
 from tuner.training.advantages import call_normalized
 from tuner.training.batch import peer_sets
 from tuner.trinity.progress import report_file
-from tuner.trinity.stage import SERVE_KEY, Locked
+from tuner.trinity.stage import SERVE_KEY, KeyGuard
 
 if TYPE_CHECKING:
     from trinity.common.experience import Experience
@@ -48,7 +48,7 @@ class TunerMonitor(Monitor):  # type: ignore[misc]  # untyped
         if config.mode == "serve" and (key := os.environ.get(SERVE_KEY)):
             from trinity.explorer.proxy.app import app
 
-            app.add_middleware(Locked, key=key)
+            app.add_middleware(KeyGuard, key=key)
 
     def log(self, data: Mapping[str, Any], step: int, commit: bool = False) -> None:
         row = {"step": step, **{name: float(value) for name, value in data.items()}}

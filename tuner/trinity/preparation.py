@@ -27,7 +27,7 @@ from tuner.tasks.settings import location, settings_of
 from tuner.trinity.datafiles import put_evaluations, put_recorded, put_tasks
 from tuner.trinity.handover import TrinitySettings, checked, install, resolve
 from tuner.trinity.installed import SERVICE, require_service, tasksets, uses_tinker
-from tuner.trinity.nodes import Needed, alive, lacking, needed, placed, require_alike
+from tuner.trinity.nodes import MachineRequirements, alive, lacking, needed, placed, require_alike
 from tuner.trinity.stage import (
     READS_TASKS,
     ROLLS_OUT,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRun:
     """A run that Trinity-RFT accepts.
 
     Attributes:
@@ -68,7 +68,7 @@ class Prepared:
     functions: Mapping[str, str | None] = field(default_factory=dict)
 
     @property
-    def needed(self) -> Needed:
+    def needed(self) -> MachineRequirements:
         """Requirements for every machine of a cluster."""
         shared = Path(self.config.checkpoint_job_dir)
         return needed(self.config, shared=shared, functions=self.functions)
@@ -91,7 +91,7 @@ def prepare(
     train_dataset: Any,
     eval_dataset: Any,
     counted_gpus: bool = True,
-) -> Prepared:
+) -> PreparedRun:
     """Pack the functions, write the data for Trinity-RFT, and run its check.
 
     Args:
@@ -128,7 +128,9 @@ def prepare(
             "explorer.eval_on_startup to true to evaluate the untrained model"
         )
     functions = {"workflow": sent, "judge": sent_judge}
-    return Prepared(settings, tree, config, rows, sizes, fingerprint, evaluations, own, functions)
+    return PreparedRun(
+        settings, tree, config, rows, sizes, fingerprint, evaluations, own, functions
+    )
 
 
 def to_yaml(tree: Mapping[str, Any], references: Mapping[str, str]) -> str:
@@ -219,7 +221,7 @@ def check_trinity(
 _NOT_ASKED = "READY, if the cluster is there."
 
 
-def _asked(settings: TrinitySettings, prepared: Prepared) -> Iterator[str]:
+def _asked(settings: TrinitySettings, prepared: PreparedRun) -> Iterator[str]:
     """The state of an existing cluster; one line if it cannot be reached from here."""
     config, address = prepared.config, str(prepared.tree["cluster"]["ray_address"])
     try:
@@ -261,7 +263,7 @@ def _elsewhere(settings: TrinitySettings, folder: Path) -> TrinitySettings:
 
 def _inputs(
     settings: TrinitySettings,
-    prepared: Prepared,
+    prepared: PreparedRun,
     workflow: Callable[..., Any] | None,
     judge: Callable[..., Any] | None,
 ) -> Iterator[str]:
@@ -310,7 +312,7 @@ def _travels(text: str) -> str:
     return "found by its import path on the workers"
 
 
-def _plan(settings: TrinitySettings, prepared: Prepared) -> Iterator[str]:
+def _plan(settings: TrinitySettings, prepared: PreparedRun) -> Iterator[str]:
     config = prepared.config
     buffer, group = config.buffer, config.algorithm.repeat_times
     yield "WHAT WOULD HAPPEN"

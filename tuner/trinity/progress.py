@@ -106,7 +106,7 @@ COMPARE_GROUPS = frozenset(
 )
 
 
-class Progress:
+class TrinityProgress:
     """The reports of one run; new reports are read at each access.
 
     Args:
@@ -132,7 +132,7 @@ class Progress:
         self._pass_reward = pass_reward
         self._directory = directory
         self._reports = {
-            role: _Report(report_file(directory.path, name))
+            role: _StepReport(report_file(directory.path, name))
             for role, name in (("explorer", explorer), ("trainer", trainer))
         }
         self._evaluations = evaluations
@@ -256,7 +256,7 @@ def _times(
     }
 
 
-class _Report:
+class _StepReport:
     """A file to which a process of Trinity-RFT appends a line per report."""
 
     def __init__(self, path: Path) -> None:

@@ -25,7 +25,7 @@ from tuner.traces import Outcome, Trace, TraceStore, read_traces
 from tuner.traces.store import trace_to_json
 from tuner.trinity.handover import named_now
 from tuner.trinity.installed import TINKERS_CHECKPOINT
-from tuner.trinity.progress import Journal, Progress, step_of
+from tuner.trinity.progress import Journal, TrinityProgress, step_of
 
 if TYPE_CHECKING:
     from trinity.common.config import Config
@@ -97,7 +97,7 @@ def require_same_run(
         )
 
 
-def rewind(config: Config, progress: Progress, sizes: Sequence[int]) -> Start:
+def rewind(config: Config, progress: TrinityProgress, sizes: Sequence[int]) -> Start:
     """Reset a run to its last checkpoint, before Ray is started.
 
     Args:
@@ -142,13 +142,13 @@ def last_checkpoint(run_dir: Path) -> int:
     return step if (run_dir / f"global_step_{step}").is_dir() else 0
 
 
-def _given(progress: Progress, used: int) -> int:
+def _given(progress: TrinityProgress, used: int) -> int:
     """The last step of rollouts whose experiences are all among the first `used`."""
     ended = [step for step in progress.ended_steps() if progress.experiences(step) <= used]
     return max(ended, default=0) if used else 0
 
 
-def _failed_whole(progress: Progress, step: int) -> bool:
+def _failed_whole(progress: TrinityProgress, step: int) -> bool:
     """Whether no rollout of a step completed, and none was trained with a penalty."""
     handed_over = progress.experiences(step) - progress.experiences(step - 1)
     return not handed_over and not any(map(_completed, progress.traces(step)))

@@ -189,7 +189,7 @@ def serve_key() -> str:
     return os.environ[SERVE_KEY]
 
 
-class Locked:
+class KeyGuard:
     """Requires a key for every request to an ASGI application, else answers 401.
 
     The key is in `Authorization: Bearer KEY` or before the path, `/KEY/v1/models`: Trinity-RFT's

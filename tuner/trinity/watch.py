@@ -25,7 +25,7 @@ from tuner.runs.console import ConsoleMonitor
 from tuner.runs.metrics import rollout_metrics
 from tuner.runs.notices import CallSettings, Notices, SignalHistory, diagnosis, quiet_warning
 from tuner.traces import Trace
-from tuner.trinity.progress import Journal, Progress, latest_checkpoint
+from tuner.trinity.progress import Journal, TrinityProgress, latest_checkpoint
 from tuner.trinity.stage import answers, server_url
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Watch:
     """
 
     config: Config
-    progress: Progress
+    progress: TrinityProgress
     journal: Journal
     console: ConsoleMonitor
     metrics: Path

@@ -31,7 +31,7 @@ from tuner.tasks.loading import load
 from tuner.traces import Outcome, RolloutId, Trace
 from tuner.training.batch import alike, reward_of, unreplayed
 from tuner.trinity.datafiles import task_of
-from tuner.trinity.endpoints import ServedEngine, TinkerEngine
+from tuner.trinity.endpoints import TinkerEngine, TrinityVllmEngine
 from tuner.trinity.experience import TrainedSequence, merged, one_per_call
 from tuner.trinity.progress import Journal
 
@@ -312,7 +312,7 @@ def _adapter_folder(config: Any, version: int) -> str:
     return str(step / "actor" / "lora_adapter")
 
 
-def _engine(model: ModelWrapper) -> ServedEngine | TinkerEngine:
+def _engine(model: ModelWrapper) -> TrinityVllmEngine | TinkerEngine:
     config = model.config
 
     async def weights() -> str:
@@ -323,7 +323,7 @@ def _engine(model: ModelWrapper) -> ServedEngine | TinkerEngine:
 
     if config.engine_type == "tinker":
         return TinkerEngine(config.model_path, max_model_len=config.max_model_len, weights=weights)
-    return ServedEngine(
+    return TrinityVllmEngine(
         str(model.api_address),
         model_name=model.model_name,
         api_key=model.api_key,

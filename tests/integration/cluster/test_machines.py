@@ -17,7 +17,7 @@ from tests.integration.trinity.on_ray import ON_A_CPU
 from tuner import tune
 from tuner.errors import ConfigError, FunctionError
 from tuner.tasks.loading import ship
-from tuner.trinity.nodes import Needed, alive, end_leftovers, require_alike
+from tuner.trinity.nodes import MachineRequirements, alive, end_leftovers, require_alike
 from tuner.trinity.preparation import check_trinity
 from tuner.trinity.workers import joined
 
@@ -91,7 +91,7 @@ def poor(two):
 
 def test_machines_that_share_the_run_directory_alone_are_enough(two, agent):
     functions = {"workflow": ship(agent.workflow, role="workflow"), "judge": f"{INSTALLED}:loads"}
-    needed = Needed(two.shared / "run", functions, {"model.model_path": str(TINY)})
+    needed = MachineRequirements(two.shared / "run", functions, {"model.model_path": str(TINY)})
     with on(two):
         assert addresses() == ["10.77.0.1", "10.77.0.2"]
         require_alike(needed, alive())
@@ -99,13 +99,15 @@ def test_machines_that_share_the_run_directory_alone_are_enough(two, agent):
 
 
 def test_a_function_whose_module_is_not_everywhere_is_refused_by_name(two):
-    here = Needed(two.shared / "run", {"judge": "tests.integration.trinity.on_ray:processes"})
+    here = MachineRequirements(
+        two.shared / "run", {"judge": "tests.integration.trinity.on_ray:processes"}
+    )
     with on(two), pytest.raises(FunctionError, match=r"10\.77\.0\.2: the judge cannot be loaded"):
         require_alike(here, alive())
 
 
 def test_what_a_machine_lacks_is_named_before_anything_starts(poor, agent):
-    needed = Needed(
+    needed = MachineRequirements(
         poor.shared / "run",
         {"workflow": ship(agent.workflow, role="workflow"), "judge": f"{INSTALLED}:loads"},
         {"model.model_path": str(TINY)},

@@ -13,7 +13,7 @@ from trl.rewards import accuracy_reward, get_soft_overlong_punishment, think_for
 from tests.examples.conftest import main  # noqa: F401  # a fixture
 from tuner import from_trl, tune
 from tuner.config.algorithms import GRPOAdvantage
-from tuner.environments.trl import TRL, Completed, GRPOConfig
+from tuner.environments.trl import TRL, GRPOConfig, TrlCompletion
 from tuner.environments.trl_config import _word, read_config, settings_of
 from tuner.errors import ConfigError
 from tuner.training.advantages import call_normalized
@@ -107,7 +107,7 @@ def theirs(trainer, row, texts):
 
 async def ours(trainer, environment, row, texts):
     responses = [
-        Completed(
+        TrlCompletion(
             prompt=row["prompt"],
             completion=[{"role": "assistant", "content": text}],
             ids=ids_of(trainer, text),

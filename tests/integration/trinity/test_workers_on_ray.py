@@ -17,7 +17,7 @@ from tuner.config.schema import RaySection
 from tuner.errors import ConfigError, FunctionError, WorkerError
 from tuner.rollouts import worker_pool as pools
 from tuner.rollouts import worker_pool as ray_worker
-from tuner.rollouts.worker_pool import Placing
+from tuner.rollouts.worker_pool import RayPlacement
 from tuner.traces import Outcome, RolloutId
 
 __all__ = ["make_runners"]
@@ -35,7 +35,7 @@ def cluster():
 
 @contextlib.asynccontextmanager
 async def on_ray(cluster, *functions, **section):
-    placing = Placing(cluster.address, RaySection(**{"gateway": HERE, "cpus": 0.5, **section}))
+    placing = RayPlacement(cluster.address, RaySection(**{"gateway": HERE, "cpus": 0.5, **section}))
     async with pool_of(2, *functions, placing=placing) as pool:
         yield pool
     assert not ray.is_initialized()
@@ -146,7 +146,7 @@ async def test_functions_that_cannot_be_loaded_there_end_the_run(cluster, make_r
 
 
 async def test_an_address_without_a_cluster_is_refused(make_runners):
-    placing = Placing("127.0.0.1:1", RaySection(gateway=HERE))
+    placing = RayPlacement("127.0.0.1:1", RaySection(gateway=HERE))
     async with pool_of(1, dying, placing=placing) as pool:
         with pytest.raises(ConfigError, match=r"cluster\.ray_address is '127\.0\.0\.1:1', where"):
             pool.start()

@@ -11,7 +11,7 @@ from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults, SessionLimits
 from tuner.rollouts import RolloutRunner, RolloutSettings
 from tuner.rollouts.any_worker import WorkerProcess
 from tuner.rollouts.chat_models import chat_model
-from tuner.rollouts.worker_pool import Placing, Pool
+from tuner.rollouts.worker_pool import Pool, RayPlacement
 from tuner.runs.models import load_model, load_tokenizer
 from tuner.traces import RolloutId
 
@@ -81,7 +81,7 @@ async def waiting(runner, count):
     await asyncio.wait(tasks)
 
 
-class ByPort(Placing):
+class ByPort(RayPlacement):
     """Processes of this machine that reach the gateway as those of other machines do."""
 
     def __init__(self):

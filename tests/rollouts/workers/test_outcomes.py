@@ -16,7 +16,7 @@ from tests.rollouts.workers.functions import DOES, OUTCOMES, STOPPED_AT, judge, 
 from tuner.errors import FunctionError
 from tuner.gateway import SamplingDefaults
 from tuner.gateway.service import StreamReply
-from tuner.rollouts.runner import Again, Panel
+from tuner.rollouts.runner import BranchStart, Panel
 from tuner.runs.auxiliary import AuxiliaryModels
 from tuner.tasks.loading import PICKLE, ship
 from tuner.traces import Outcome, RolloutId
@@ -126,7 +126,7 @@ async def test_a_judge_says_how_to_do_better_in_a_worker_too(make_runner):
 async def test_a_branch_is_given_calls_and_results_back_in_a_worker_too(make_runner):
     async def run(runner):
         (trunk,) = await runner.run({"do": "recorded"}, ID, DEFAULTS)
-        again = Again(trunk, (ID, 1), calls=1)
+        again = BranchStart(trunk, (ID, 1), calls=1)
         (branch,) = await runner.run({"do": "recorded"}, RolloutId(1, 0, 1), DEFAULTS, again=again)
         assert branch.calls[0].given_back
         assert branch.origin.diverged is None

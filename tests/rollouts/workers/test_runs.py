@@ -11,7 +11,7 @@ from tuner.config.load import load_config
 from tuner.config.schema import RaySection
 from tuner.errors import ConfigError
 from tuner.loop import run_local
-from tuner.rollouts.worker_pool import Placing, count_for
+from tuner.rollouts.worker_pool import RayPlacement, count_for
 from tuner.serving.hosting import serve
 from tuner.tools import candidates
 from tuner.trinity.refusals import tuner_section
@@ -142,13 +142,13 @@ def test_what_workers_on_a_cluster_cannot_have_is_refused_by_name(setting, messa
 
 def test_a_gateway_listens_where_the_file_says_and_knows_the_names_of_its_proxy():
     section = RaySection(gateway="127.0.0.1:8700", base_url="https://trainer.example/v1")
-    placing = Placing("10.0.0.1:6379", section)
+    placing = RayPlacement("10.0.0.1:6379", section)
     opening = placing.opening(2)
     assert (opening.host, opening.port) == ("127.0.0.1", 8702)
     assert {"127.0.0.1", "trainer.example"} <= opening.names
     assert placing.reached("http://127.0.0.1:8700/v1") == "https://trainer.example/v1"
     with pytest.raises(ConfigError, match=r"tuner\.ray\.gateway is a\.\.b, where this"):
-        Placing("", RaySection(gateway="a..b")).opening()
+        RayPlacement("", RaySection(gateway="a..b")).opening()
 
 
 def test_a_share_of_requests_to_a_remote_model_is_at_least_one():

@@ -11,7 +11,7 @@ from tests.tools.viewer.stored import read_data, small, store_run
 from tuner.tools.viewer import RunReader, write_report
 from tuner.tools.viewer import page as report
 from tuner.tools.viewer.index import TraceIndex
-from tuner.tools.viewer.queries import Wanted, find, summary
+from tuner.tools.viewer.queries import TraceQuery, find, summary
 from tuner.tools.viewer.web import viewer_app
 
 
@@ -51,12 +51,12 @@ def test_traces_are_found_by_the_cause_of_their_branches_once_it_is_known(tmp_pa
     run = store_run(tmp_path, [resampled(0, 0), goes_on(0, 1), resampled(0, 2)])
     index = TraceIndex(run / "traces")
     index.refresh()
-    assert find(index, Wanted(cause="none")) == [2]
-    assert find(index, Wanted(cause="any")) == []
+    assert find(index, TraceQuery(cause="none")) == [2]
+    assert find(index, TraceQuery(cause="any")) == []
     index.count_branches()
-    assert find(index, Wanted(cause="any")) == [1, 3]
-    assert find(index, Wanted(cause="resampled")) == [1, 3]
-    assert find(index, Wanted(cause="reasoning")) == []
+    assert find(index, TraceQuery(cause="any")) == [1, 3]
+    assert find(index, TraceQuery(cause="resampled")) == [1, 3]
+    assert find(index, TraceQuery(cause="reasoning")) == []
 
 
 def test_a_replaced_file_is_counted_anew(tmp_path):

@@ -12,7 +12,7 @@ from tests.tools.viewer.stored import small, store_run
 from tuner.errors import TunerError
 from tuner.tools.viewer import index as index_module
 from tuner.tools.viewer.index import NAME, TraceIndex, identity
-from tuner.tools.viewer.queries import Wanted, changes, count, find, same_task, summary
+from tuner.tools.viewer.queries import TraceQuery, changes, count, find, same_task, summary
 from tuner.traces import Outcome, RolloutId
 
 
@@ -23,8 +23,8 @@ def indexed(run, **options):
 
 
 def found(index, **wanted):
-    numbers = find(index, Wanted(**wanted))
-    assert count(index, Wanted(**wanted)) == len(numbers)
+    numbers = find(index, TraceQuery(**wanted))
+    assert count(index, TraceQuery(**wanted)) == len(numbers)
     return [(row.step, row.task, row.rollout) for row in index.rows(numbers)]
 
 
@@ -79,12 +79,12 @@ def test_tasks_that_changed_most_come_first_and_those_seen_once_last(index):
 
 def test_a_wrong_order_is_named(index):
     with pytest.raises(TunerError, match="order is 'upside down'"):
-        find(index, Wanted(order="upside down"))
+        find(index, TraceQuery(order="upside down"))
 
 
 @pytest.mark.parametrize("order", ["", "new", "worst", "best", "long", "changed"])
 def test_an_answer_comes_in_parts_that_make_it_up(index, order):
-    wanted = Wanted(split="train", order=order)
+    wanted = TraceQuery(split="train", order=order)
     whole = find(index, wanted)
     assert sorted(whole) == [2, 3, 4, 5, 6, 7, 8, 9]  # the first is of another split
     assert [find(index, wanted, first, 3) for first in (0, 3, 6, 9)] == [

@@ -12,7 +12,7 @@ from tuner.tasks.functions import JudgeOutput
 from tuner.tools.judging import replay
 from tuner.tools.viewer import RunReader, write_report
 from tuner.tools.viewer.index import Tally, row, tallies, tool_uses
-from tuner.tools.viewer.queries import Wanted, count, find, summary, tree
+from tuner.tools.viewer.queries import TraceQuery, count, find, summary, tree
 from tuner.traces import Origin, Outcome, RolloutId
 from tuner.traces.store import trace_to_json
 from tuner.training.forks import Point, Value, point_values
@@ -139,12 +139,12 @@ def test_what_left_its_script_begins_where_it_left(tmp_path):
 
 
 def test_rollouts_are_found_by_where_they_begin(tmp_path, reader):
-    chosen = {name: find(reader.traces, Wanted(begins=name)) for name in ("start", "inside")}
+    chosen = {name: find(reader.traces, TraceQuery(begins=name)) for name in ("start", "inside")}
     assert chosen == {"start": [1, 7, 8], "inside": [2, 3, 4, 5, 6]}
-    assert count(reader.traces, Wanted(begins="diverged")) == 0
+    assert count(reader.traces, TraceQuery(begins="diverged")) == 0
     assert summary(reader.traces)["trees"] is True
     with pytest.raises(TunerError, match="must be one of start, inside, diverged"):
-        find(reader.traces, Wanted(begins="nowhere"))
+        find(reader.traces, TraceQuery(begins="nowhere"))
     flat = RunReader(store_run(tmp_path / "flat", [end(0, 1.0)]))
     flat.traces.refresh()
     assert summary(flat.traces)["trees"] is False

@@ -33,7 +33,13 @@ from tuner.engines.base import (
 )
 from tuner.engines.grammar_text import with_head
 from tuner.engines.sampling import check_sampling
-from tuner.engines.servers import RemoteServer, Sampled, Weights, finite_logprob, most_probable
+from tuner.engines.servers import (
+    RemoteServer,
+    SampledTokens,
+    Weights,
+    finite_logprob,
+    most_probable,
+)
 from tuner.errors import ConfigError
 
 # Translation of our sampling settings to SGLang's, and of SGLang's chunks to ours.
@@ -115,7 +121,7 @@ def sglang_request(
 
 def sampled(
     chunk: dict[str, Any], sampling: SamplingParams, end_ids: frozenset[int], widest: int
-) -> Sampled:
+) -> SampledTokens:
     """The tokens of one chunk of a stream, all of which are new.
 
     Raises:
@@ -133,7 +139,7 @@ def sampled(
                 f"most {widest}: lower top_p, or start the server with a larger "
                 "--sampling-mask-max-tokens"
             )
-        return Sampled(
+        return SampledTokens(
             ids,
             _logprobs(meta, ids, sampling),
             _alternatives(meta, ids, sampling),
@@ -389,7 +395,7 @@ class SglangServer(RemoteServer):
 
     async def stream(
         self, prompt_ids: Sequence[int], sampling: SamplingParams, label: str
-    ) -> AsyncGenerator[Sampled, None]:
+    ) -> AsyncGenerator[SampledTokens, None]:
         """See `TokenServer.stream`."""
         # SGLang aborts every request whose id starts with this one, so all have the same length.
         rid = uuid.uuid4().hex

@@ -243,7 +243,7 @@ _TOKENS = 1 << 12
 
 
 @dataclass(frozen=True)
-class _Recorded:
+class _RecordedPass:
     """Attributes:
     inputs: Ids, positions, places and rows of the new tokens, shape [4, rows, columns].
     logits: Shape [rows, V], written by each replay.
@@ -272,7 +272,7 @@ class PassGraphs:
         self._compute = compute
         self._cache = cache
         self._device = device
-        self._recorded: dict[tuple[int, ...], _Recorded] = {}
+        self._recorded: dict[tuple[int, ...], _RecordedPass] = {}
         self._holds: Hashable = None
         self._pool: Any = None
         self._usable = True
@@ -345,7 +345,7 @@ class PassGraphs:
         placement = Placement(rows, length, target.flatten(), None)
         return self._compute(ids, positions, placement)
 
-    def _record(self, inputs: Tensor, length: int, *, decodes: bool) -> _Recorded:
+    def _record(self, inputs: Tensor, length: int, *, decodes: bool) -> _RecordedPass:
         # What libraries set up at first use must not be part of the graph. Running the step before
         # recording is safe: it writes the same values again.
         stream = torch.cuda.Stream(self._device)
@@ -358,7 +358,7 @@ class PassGraphs:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = self._step(inputs, length, decodes=decodes)
-        return _Recorded(inputs, logits, graph)
+        return _RecordedPass(inputs, logits, graph)
 
     def _recover_generator(self) -> None:
         """A failed recording leaves torch's generator of the device unusable."""

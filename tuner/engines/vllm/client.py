@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tuner.engines.base import EngineError, EngineLostError, SamplingParams
-from tuner.engines.servers import RemoteServer, Sampled, Weights
+from tuner.engines.servers import RemoteServer, SampledTokens, Weights
 from tuner.engines.vllm.core import TransferVerb, VllmSettings
 from tuner.engines.vllm.server import KEY
 from tuner.engines.vllm.worker import to_plain
@@ -185,7 +185,7 @@ class _Client:
 def _source(tensors: Callable[[], Mapping[str, Tensor]]) -> WeightSource:
     from vllm.distributed.weight_transfer import ParamMeta, WeightSource
 
-    class Source(WeightSource):  # type: ignore[misc]  # where vLLM is not installed
+    class TensorSource(WeightSource):  # type: ignore[misc]  # where vLLM is not installed
         def metadata(self) -> list[ParamMeta]:
             return [
                 ParamMeta(name, tensor.dtype, tuple(tensor.shape))
@@ -195,7 +195,7 @@ def _source(tensors: Callable[[], Mapping[str, Tensor]]) -> WeightSource:
         def __iter__(self) -> Iterator[tuple[str, Tensor]]:
             yield from tensors().items()
 
-    return Source()
+    return TensorSource()
 
 
 _LOG_LINES = 25
@@ -257,20 +257,20 @@ class VllmServer(RemoteServer):
 
     async def stream(
         self, prompt_ids: Sequence[int], sampling: SamplingParams, label: str
-    ) -> AsyncGenerator[Sampled, None]:
+    ) -> AsyncGenerator[SampledTokens, None]:
         """See `TokenServer.stream`."""
         body = {"prompt_ids": list(prompt_ids), "sampling": asdict(sampling), "label": label}
         async with aclosing(self._lines("/generate", body)) as lines:
             async for line in lines:
                 yield self._sampled(json.loads(line))
 
-    def _sampled(self, line: Any) -> Sampled:
+    def _sampled(self, line: Any) -> SampledTokens:
         if isinstance(line, dict):
             raise self._error(line)
         ids, logprobs, top, cached, reason, left = line
         pairs = tuple(tuple((id_, logprob) for id_, logprob in place) for place in top)
         kept = tuple(map(tuple, left))
-        return Sampled(tuple(ids), tuple(logprobs), pairs, cached, reason, kept)
+        return SampledTokens(tuple(ids), tuple(logprobs), pairs, cached, reason, kept)
 
     def _refusal(self, status: int, body: bytes) -> EngineError:
         try:

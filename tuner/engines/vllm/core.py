@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tuner.engines.base import FINISH_REASONS, EngineError, EngineLostError, SamplingParams
 from tuner.engines.grammar_text import with_head
 from tuner.engines.sampling import check_sampling
-from tuner.engines.servers import Sampled, Weights, finite_logprob, most_probable
+from tuner.engines.servers import SampledTokens, Weights, finite_logprob, most_probable
 from tuner.errors import ConfigError, MissingDependencyError, pip_install
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def vllm_sampling(
     return asked
 
 
-def sampled(output: vllm.RequestOutput, sampling: SamplingParams, longest: int) -> Sampled:
+def sampled(output: vllm.RequestOutput, sampling: SamplingParams, longest: int) -> SampledTokens:
     """The tokens of one of vLLM's outputs.
 
     Args:
@@ -148,7 +148,7 @@ def sampled(output: vllm.RequestOutput, sampling: SamplingParams, longest: int) 
     reason = completion.finish_reason
     if reason is not None and reason not in FINISH_REASONS:
         raise EngineError(f"vLLM ended a completion with {reason}")
-    return Sampled(
+    return SampledTokens(
         ids,
         tuple(_logprob(token, at, sampling) for token, at in zip(ids, found, strict=True)),
         tuple(_alternatives(token, at, sampling) for token, at in zip(ids, found, strict=True))
@@ -410,7 +410,7 @@ class VllmCore:
 
     async def stream(
         self, prompt_ids: Sequence[int], sampling: SamplingParams, label: str
-    ) -> AsyncGenerator[Sampled, None]:
+    ) -> AsyncGenerator[SampledTokens, None]:
         """See `TokenServer.stream`."""
         from vllm.inputs import TokensPrompt
 

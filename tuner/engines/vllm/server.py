@@ -44,7 +44,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tuner.engines.base import EngineError, EngineLostError, SamplingParams
-from tuner.engines.servers import Sampled, Weights
+from tuner.engines.servers import SampledTokens, Weights
 from tuner.engines.vllm.core import TransferVerb, VllmCore, VllmSettings
 from tuner.errors import TunerError
 
@@ -99,7 +99,7 @@ class VllmHost:
 
     def stream(
         self, prompt_ids: Sequence[int], sampling: SamplingParams, label: str
-    ) -> AsyncGenerator[Sampled, None]:
+    ) -> AsyncGenerator[SampledTokens, None]:
         return self._started.stream(prompt_ids, sampling, label)
 
     @property
@@ -199,7 +199,7 @@ def settings_from(fields: dict[str, Any]) -> VllmSettings:
     return VllmSettings(**{**fields, "end_ids": tuple(fields["end_ids"])})
 
 
-def _line(one: Sampled) -> bytes:
+def _line(one: SampledTokens) -> bytes:
     parts = [getattr(one, field.name) for field in fields(one)]
     return json.dumps(parts, separators=(",", ":")).encode() + b"\n"
 

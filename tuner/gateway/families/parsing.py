@@ -240,7 +240,7 @@ TAG_FORMS = {
 
 
 @dataclass(frozen=True)
-class Block:
+class ToolCallBlock:
     """The content of one block.
 
     Attributes:
@@ -254,13 +254,13 @@ class Block:
     malformed: int
 
     @classmethod
-    def of(cls, call: ParsedToolCall | None, block: str) -> Block:
+    def of(cls, call: ParsedToolCall | None, block: str) -> ToolCallBlock:
         """A block that is one call, or a malformed one."""
         return cls((call,), "", 0) if call else cls((), block, 1)
 
 
 @dataclass(frozen=True)
-class BlockForm:
+class ToolCallForm:
     r"""How a family writes calls into its text.
 
         Let me see.\n<tool_call>\n{"name": ...}\n</tool_call>\n
@@ -278,7 +278,7 @@ class BlockForm:
     """
 
     openers: tuple[str, ...]
-    read: Callable[[str, Tools], Block]
+    read: Callable[[str, Tools], ToolCallBlock]
     closers: tuple[str, ...] = ()
     cuts: tuple[str, ...] = ()
     line_ends: int = 0
@@ -286,17 +286,17 @@ class BlockForm:
     tail: str = ""
     at_start: str = ""
 
-    def scanner(self, tools: Tools) -> BlockScanner:
-        return BlockScanner(self, tools)
+    def scanner(self, tools: Tools) -> ToolCallScanner:
+        return ToolCallScanner(self, tools)
 
 
-class BlockScanner:
+class ToolCallScanner:
     """Finds the blocks of one text.
 
     White space after a call belongs to the format unless words follow it.
     """
 
-    def __init__(self, form: BlockForm, tools: Tools) -> None:
+    def __init__(self, form: ToolCallForm, tools: Tools) -> None:
         self.malformed = 0
         self._form = form
         self._tools = tools
@@ -543,13 +543,13 @@ def _expect(text: str, position: int, character: str) -> int:
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
-def _read_hermes(block: str, tools: Tools) -> Block:
+def _read_hermes(block: str, tools: Tools) -> ToolCallBlock:
     if not block.endswith(_CLOSE):
-        return Block.of(None, block)
-    return Block.of(json_call(block[len(_OPEN) : -len(_CLOSE)].strip()), block)
+        return ToolCallBlock.of(None, block)
+    return ToolCallBlock.of(json_call(block[len(_OPEN) : -len(_CLOSE)].strip()), block)
 
 
-HERMES = BlockForm(openers=(_OPEN,), closers=(_CLOSE,), line_ends=1, read=_read_hermes)
+HERMES = ToolCallForm(openers=(_OPEN,), closers=(_CLOSE,), line_ends=1, read=_read_hermes)
 
 
 _PYTHON_TAG = "<|python_tag|>"
@@ -559,7 +559,7 @@ _SEPARATOR = re.compile(r"\s*;?\s*")
 _ATTEMPT = re.compile(r'[\s;]*\{\s*"(?:name|type|parameters|arguments)"\s*:')
 
 
-def _read_llama3(block: str, tools: Tools) -> Block:
+def _read_llama3(block: str, tools: Tools) -> ToolCallBlock:
     tagged = block.startswith(_PYTHON_TAG)
     calls: list[ParsedToolCall] = []
     position = end = len(_PYTHON_TAG) if tagged else 0
@@ -572,11 +572,11 @@ def _read_llama3(block: str, tools: Tools) -> Block:
         separator = _SEPARATOR.match(block, stop)
         position = separator.end() if separator else stop
     if not calls:
-        return Block((), block, int(tagged or _is_attempt(block)))
+        return ToolCallBlock((), block, int(tagged or _is_attempt(block)))
     rest = block[end:]
     if _SEPARATOR.fullmatch(rest):
-        return Block(tuple(calls), "", 0)
-    return Block(tuple(calls), rest, int(_is_attempt(rest)))
+        return ToolCallBlock(tuple(calls), "", 0)
+    return ToolCallBlock(tuple(calls), rest, int(_is_attempt(rest)))
 
 
 def _is_attempt(text: str) -> bool:
@@ -589,29 +589,29 @@ def _is_attempt(text: str) -> bool:
     return stop is None or any(f'"{key}"' in text[start:stop] for key in _KEYS)
 
 
-LLAMA3_JSON = BlockForm(openers=(_PYTHON_TAG,), at_start="{", read=_read_llama3)
+LLAMA3_JSON = ToolCallForm(openers=(_PYTHON_TAG,), at_start="{", read=_read_llama3)
 
 
 _TOOL_CALLS = "[TOOL_CALLS]"
 _NAMED = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)")
 
 
-def _read_mistral(block: str, tools: Tools) -> Block:
+def _read_mistral(block: str, tools: Tools) -> ToolCallBlock:
     named = _NAMED.match(block, len(_TOOL_CALLS))
     if named:
         end = value_end(block, named.end())
         if end is None or not is_object(block[named.end() : end]):
-            return Block.of(None, block)
-        return Block((ParsedToolCall(named[1], block[named.end() : end]),), block[end:], 0)
+            return ToolCallBlock.of(None, block)
+        return ToolCallBlock((ParsedToolCall(named[1], block[named.end() : end]),), block[end:], 0)
     return _read_array(block)
 
 
-def _read_array(block: str) -> Block:
+def _read_array(block: str) -> ToolCallBlock:
     calls: list[ParsedToolCall] = []
     position = skip_space(block, len(_TOOL_CALLS))
     read = position  # end of the parsed part
     if block[position : position + 1] != "[":
-        return Block.of(None, block)
+        return ToolCallBlock.of(None, block)
     while True:
         start = skip_space(block, position + 1)
         end = value_end(block, start)
@@ -625,11 +625,11 @@ def _read_array(block: str) -> Block:
         calls.append(call)
         read = end
         if following == "]":
-            return Block(tuple(calls), block[position + 1 :], 0)
-    return Block(tuple(calls), block[read:], 1) if calls else Block.of(None, block)
+            return ToolCallBlock(tuple(calls), block[position + 1 :], 0)
+    return ToolCallBlock(tuple(calls), block[read:], 1) if calls else ToolCallBlock.of(None, block)
 
 
-MISTRAL = BlockForm(openers=(_TOOL_CALLS,), read=_read_mistral)
+MISTRAL = ToolCallForm(openers=(_TOOL_CALLS,), read=_read_mistral)
 
 
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -642,17 +642,17 @@ _V3 = re.compile(
 _V31 = re.compile(rf"{_BEFORE}([^\n]+?){SEPARATOR}(.*){CALL_END}", re.DOTALL)
 
 
-def _read_deepseek(pattern: re.Pattern[str], block: str, tools: Tools) -> Block:
+def _read_deepseek(pattern: re.Pattern[str], block: str, tools: Tools) -> ToolCallBlock:
     match = pattern.fullmatch(block)
     if match is None:
-        return Block.of(None, block)
+        return ToolCallBlock.of(None, block)
     name, arguments = match[1].strip(), match[2].strip()
     readable = name and is_object(arguments)
-    return Block.of(ParsedToolCall(name, arguments) if readable else None, block)
+    return ToolCallBlock.of(ParsedToolCall(name, arguments) if readable else None, block)
 
 
-def _deepseek(pattern: re.Pattern[str]) -> BlockForm:
-    return BlockForm(
+def _deepseek(pattern: re.Pattern[str]) -> ToolCallForm:
+    return ToolCallForm(
         openers=(CALL,),
         closers=(CALL_END,),
         wrapper=CALLS,
@@ -682,9 +682,9 @@ _PARAMETER = re.compile(
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
-def _read(block: str, tools: Tools) -> Block:
+def _read(block: str, tools: Tools) -> ToolCallBlock:
     match = _CALL.fullmatch(block)
-    return Block.of(_call(match[1].strip(), match[2], tools) if match else None, block)
+    return ToolCallBlock.of(_call(match[1].strip(), match[2], tools) if match else None, block)
 
 
 def _call(name: str, body: str, tools: Tools) -> ParsedToolCall | None:
@@ -767,7 +767,9 @@ def _json_value(text: str, types: set[str]) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-QWEN3_XML = BlockForm(openers=("<tool_call>",), closers=("</tool_call>",), line_ends=2, read=_read)
+QWEN3_XML = ToolCallForm(
+    openers=("<tool_call>",), closers=("</tool_call>",), line_ends=2, read=_read
+)
 
 
 # GPT-OSS's harmony: a completion is several messages, each with a channel.
@@ -901,23 +903,23 @@ class HarmonyScanner:
         return True
 
 
-def _read_channels(block: str, tools: Tools) -> Block:
+def _read_channels(block: str, tools: Tools) -> ToolCallBlock:
     header = _HEADER.match(block)
     if header is None:
-        return Block.of(None, block)
+        return ToolCallBlock.of(None, block)
     recipient = header["before"] or header["after"]
     if recipient is None:
-        return Block((), block, 0)
+        return ToolCallBlock((), block, 0)
     arguments = block[header.end() :]
     for end in _ENDS:
         arguments = arguments.removesuffix(end)
     arguments = arguments.strip()
     name = recipient.removeprefix(_FUNCTION)
     readable = recipient.startswith(_FUNCTION) and name and is_object(arguments)
-    return Block.of(ParsedToolCall(name, arguments) if readable else None, block)
+    return ToolCallBlock.of(ParsedToolCall(name, arguments) if readable else None, block)
 
 
-HARMONY = BlockForm(
+HARMONY = ToolCallForm(
     openers=(f"{_START}assistant", _CHANNEL),
     closers=_ENDS,
     cuts=(_START,),

@@ -130,7 +130,7 @@ ANY_CALL: Final[list[Message]] = [
 ]
 
 
-class Apply(Protocol):
+class ApplyTemplate(Protocol):
     """Renders messages with the template; raises whatever the template raises."""
 
     def __call__(
@@ -138,7 +138,7 @@ class Apply(Protocol):
     ) -> str: ...
 
 
-def remembered(apply: Apply, count: int) -> Callable[..., str]:
+def remembered(apply: ApplyTemplate, count: int) -> Callable[..., str]:
     """Cache the last `count` results of `apply`."""
 
     @lru_cache(count)
@@ -156,7 +156,7 @@ def remembered(apply: Apply, count: int) -> Callable[..., str]:
     return text
 
 
-def template_form(apply: Apply, tool_call_parser: str) -> TemplateForm:
+def template_form(apply: ApplyTemplate, tool_call_parser: str) -> TemplateForm:
     """How the template needs tool calls; checks that the parser reads them.
 
     A template that renders no tool calls, or not this conversation, is accepted. If it supports
@@ -211,7 +211,7 @@ def _gravity(obstacle: Obstacle | None, form: TemplateForm) -> int:
     return 2 if form.content_always else 3  # missing content may hide why it fails
 
 
-def tools_obstacle(apply: Apply, form: TemplateForm) -> Obstacle | None:
+def tools_obstacle(apply: ApplyTemplate, form: TemplateForm) -> Obstacle | None:
     """The template's problem with a conversation with two tool calls and their results.
 
     One call a turn: the templates of some families reject more.
@@ -241,7 +241,7 @@ def risks(message: Message) -> set[str]:
     return several | ({"calls with words beside them"} if calls and said(message)[1] else set())
 
 
-def lost_calls(apply: Apply, form: TemplateForm) -> set[str]:
+def lost_calls(apply: ApplyTemplate, form: TemplateForm) -> set[str]:
     """Which of the `risks` apply to the template; one that rejects such a turn drops nothing."""
     user, one, result, other, another = ANY_CALL
     both = {**one, "tool_calls": one["tool_calls"] + other["tool_calls"]}
@@ -265,7 +265,7 @@ def whole(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {**tool, "function": {**function, **missing}}
 
 
-def wants_whole_tools(apply: Apply) -> bool:
+def wants_whole_tools(apply: ApplyTemplate) -> bool:
     """Whether the template fails on a tool that has only a name."""
     try:
         apply(
@@ -278,7 +278,7 @@ def wants_whole_tools(apply: Apply) -> bool:
     return False
 
 
-def _turn(apply: Apply, form: TemplateForm) -> str | None:
+def _turn(apply: ApplyTemplate, form: TemplateForm) -> str | None:
     """The assistant turn as the template writes it; None if it rejects the conversation."""
 
     def render(*messages: Message, prompt: bool) -> str:

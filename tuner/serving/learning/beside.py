@@ -129,7 +129,7 @@ _ENDLESS = 2**31
 
 
 @dataclass(frozen=True)
-class Deciding:
+class LearnerModels:
     """The models of a learning server, for its control API."""
 
     learner: Learner
@@ -163,7 +163,7 @@ def learning(eval_tasks: Mapping[str, Sequence[Task]]) -> Beside:
             server.config, server.stack, server.store, server.directory, eval_tasks
         )
         await learner.begin()
-        server.models, server.live.onlooker = Deciding(learner), learner
+        server.models, server.live.onlooker = LearnerModels(learner), learner
         server.metrics.learns(lambda: learner.updates, lambda: learner.failure is not None)
         task = asyncio.ensure_future(learner.run())
         try:

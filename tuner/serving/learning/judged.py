@@ -19,7 +19,7 @@ from statistics import fmean
 from tuner.config import RunConfig
 from tuner.config.algorithms import ADVANTAGES
 from tuner.runs.metrics import batch_metrics, has_signal, rollout_metrics, staleness_metrics
-from tuner.runs.sources import Found
+from tuner.runs.sources import StepData
 from tuner.runs.stack import selection
 from tuner.serving.serving_store import ServingStore, StoredSession
 from tuner.traces import Call, RolloutId, Trace
@@ -93,7 +93,7 @@ def chosen(
 
 
 @dataclass(frozen=True)
-class Taken(Found):
+class SessionsData(StepData):
     """The data of an update, and its sessions."""
 
     _: KW_ONLY
@@ -170,7 +170,9 @@ class JudgedSource:
             spent=numbers("trained IS NOT NULL"),
         )
 
-    def taken(self, groups: Sequence[Sequence[StoredSession]], *, step: int, version: int) -> Taken:
+    def taken(
+        self, groups: Sequence[Sequence[StoredSession]], *, step: int, version: int
+    ) -> SessionsData:
         """The data of an update, including sessions that are entirely too old.
 
         The sessions stay in the store until they are marked.
@@ -213,7 +215,7 @@ class JudgedSource:
             "sessions/taken": len(sessions),
             "calls/redacted": sum(one.redacted for one in sessions),
         }
-        return Taken(batch, metrics, traces, sessions=tuple(one.id for one in sessions))
+        return SessionsData(batch, metrics, traces, sessions=tuple(one.id for one in sessions))
 
 
 def rewarded(trace: Trace) -> Trace:

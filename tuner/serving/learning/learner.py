@@ -37,10 +37,10 @@ from tuner.runs.console import JsonlMonitor
 from tuner.runs.directory import RunDirectory, read_metrics
 from tuner.runs.stack import Stack
 from tuner.runs.statistics import Decision
-from tuner.serving.learning.judged import LOOK, JudgedSource, Taken
+from tuner.serving.learning.judged import LOOK, JudgedSource, SessionsData
 from tuner.serving.learning.ledger import Kind, Ledger, numbers
 from tuner.serving.learning.proving import Canary, HeldOut
-from tuner.serving.learning.versions import Learned, Versions
+from tuner.serving.learning.versions import UpdateRecord, Versions
 from tuner.serving.serving_store import ServingStore
 from tuner.training.trainer import PolicyTrainer
 
@@ -115,7 +115,7 @@ class Learner:
         ledger, newest = self.ledger, self._directory.sound_checkpoint(logger.warning)
         self._kept = newest or 0
         if newest is None:
-            self.versions.save(Learned(), spared=())
+            self.versions.save(UpdateRecord(), spared=())
         if not ledger.line:
             ledger.add("start", self._kept, serving=self._kept, step=self._kept, why=_START)
         serving, candidate = ledger.line[-1], ledger.trial
@@ -179,7 +179,7 @@ class Learner:
             self._busy = False
         return True
 
-    async def _step(self, found: Taken, *, as_of: int) -> None:
+    async def _step(self, found: SessionsData, *, as_of: int) -> None:
         """One update, from its sessions to the decision about it."""
         step, started = self._kept + 1, time.perf_counter()
         self.versions.changing()
@@ -188,12 +188,12 @@ class Learner:
         async with self._deciding:
             if self._rollbacks != as_of:  # it was trained from weights that no longer serve
                 return
-            await self._keep(step, Learned(found.sessions, metrics))
+            await self._keep(step, UpdateRecord(found.sessions, metrics))
         if found.batch.rows:
             metrics |= await self._prove(step, as_of=as_of)
         self._log(step, metrics | self.source.waiting)
 
-    async def _keep(self, step: int, learned: Learned) -> None:
+    async def _keep(self, step: int, learned: UpdateRecord) -> None:
         """Make an update permanent: from now on a kill does not undo it."""
         gone = await self._aside(partial(self.versions.save, learned, spared=self._spared()))
         self._store.mark_trained(learned.sessions, step)
@@ -201,7 +201,7 @@ class Learner:
         if self._held_out is not None:
             self._held_out.forget({*gone, step})  # including a previous process's
 
-    def _update(self, found: Taken, step: int) -> dict[str, float]:
+    def _update(self, found: SessionsData, step: int) -> dict[str, float]:
         """The metrics of an update, in the thread; without rows the weights stay the same."""
         metrics = dict(found.metrics)
         if found.batch.rows:

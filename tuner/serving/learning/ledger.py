@@ -44,7 +44,7 @@ CREATE INDEX IF NOT EXISTS arms_of_trial ON arms (candidate, counted);
 
 
 @dataclass(frozen=True)
-class Decided:
+class WeightsDecision:
     """A decision about a version of the weights.
 
     Attributes:
@@ -127,7 +127,7 @@ class Ledger:
         reset: bool = False,
         proof: Decision | None = None,
     ) -> None:
-        """Add a decision, which is on disk when this returns; arguments as in `Decided`.
+        """Add a decision, which is on disk when this returns; arguments as in `WeightsDecision`.
 
         Args:
             proof: The deciding comparison.
@@ -145,10 +145,12 @@ class Ledger:
             json.dumps(numbers(proof)),
         )
 
-    def decisions(self) -> list[Decided]:
+    def decisions(self) -> list[WeightsDecision]:
         """All decisions, in order."""
         return [
-            Decided(number, at, kind, version, serving, step, bool(reset), why, json.loads(data))
+            WeightsDecision(
+                number, at, kind, version, serving, step, bool(reset), why, json.loads(data)
+            )
             for number, at, kind, version, serving, step, reset, why, data in self._tables.ask(
                 "SELECT number, at, kind, version, serving, step, reset, why, data "
                 "FROM decisions ORDER BY number"

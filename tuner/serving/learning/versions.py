@@ -33,14 +33,14 @@ LEARNED = "learned.json"
 
 
 @dataclass(frozen=True)
-class Learned:
+class UpdateRecord:
     """The record of an update next to its weights."""
 
     sessions: tuple[str, ...] = ()
     metrics: Mapping[str, float] | None = None
 
 
-_LEARNED = JsonReader[dict[str, Any]](stored_form(Learned), "what an update left")
+_LEARNED = JsonReader[dict[str, Any]](stored_form(UpdateRecord), "what an update left")
 
 
 class Versions:
@@ -73,7 +73,7 @@ class Versions:
         """The version that serves."""
         return self._stack.engine.version
 
-    def save(self, learned: Learned, *, spared: Collection[int]) -> set[int]:
+    def save(self, learned: UpdateRecord, *, spared: Collection[int]) -> set[int]:
         """Write the checkpoint of the trainer's weights, and delete those that are no longer
         needed.
 
@@ -99,7 +99,7 @@ class Versions:
         self._directory.remove(gone)
         return gone
 
-    def learned(self, version: int) -> Learned:
+    def learned(self, version: int) -> UpdateRecord:
         """The record of the update to a version; empty if a run made it.
 
         Raises:
@@ -107,9 +107,9 @@ class Versions:
         """
         folder = self._directory.checkpoint(version)
         if not (folder / LEARNED).exists():
-            return Learned()
+            return UpdateRecord()
         found = _LEARNED.document(folder / LEARNED, f"move {folder} away, and it is trained again")
-        return Learned(tuple(found["sessions"]), found["metrics"])
+        return UpdateRecord(tuple(found["sessions"]), found["metrics"])
 
     def check(self, version: int) -> None:
         """Raise TunerError if the checkpoint of a version that must serve is missing or damaged."""

@@ -48,7 +48,7 @@ _BEGINS = {
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TraceQuery:
     """Selects and sorts traces. Empty values and None select all.
 
     Attributes:
@@ -111,7 +111,9 @@ class Wanted:
         return condition, [value for _, values in parts for value in values]
 
 
-def find(traces: TraceIndex, wanted: Wanted, first: int = 0, most: int | None = None) -> list[int]:
+def find(
+    traces: TraceIndex, wanted: TraceQuery, first: int = 0, most: int | None = None
+) -> list[int]:
     """The numbers of the selected traces, in order, starting at position `first`."""
     if wanted.order not in _ORDERS:
         names = ", ".join(name for name in _ORDERS if name)
@@ -129,9 +131,9 @@ def find(traces: TraceIndex, wanted: Wanted, first: int = 0, most: int | None = 
     return [number for (number,) in found]
 
 
-def count(traces: TraceIndex, wanted: Wanted) -> int:
+def count(traces: TraceIndex, wanted: TraceQuery) -> int:
     """Number of selected traces."""
-    if replace(wanted, order="") == Wanted():
+    if replace(wanted, order="") == TraceQuery():
         return traces.total
     where, values = wanted.condition(traces)
     return int(traces.ask(f"SELECT COUNT(*) FROM traces WHERE {where}", values)[0][0])

@@ -19,7 +19,7 @@ from tuner.errors import TunerError
 from tuner.runs.estimates import check_is_run, differing_settings, find_runs, is_run, read_run
 from tuner.tools.viewer.page import RunReader, page, to_json
 from tuner.tools.viewer.queries import (
-    Wanted,
+    TraceQuery,
     changes,
     count,
     find,
@@ -252,9 +252,9 @@ def _response(text: str, kind: str, *, status: int = 200) -> Response:
     return Response(text, status_code=status, media_type=kind, headers=_HEADERS)
 
 
-def _wanted(query: QueryParams) -> Wanted:
+def _wanted(query: QueryParams) -> TraceQuery:
     texts = ("split", "outcome", "cause", "begins", "text", "order")
-    return Wanted(
+    return TraceQuery(
         **{name: query.get(name, "") for name in texts},
         step=_number(query, "step") if query.get("step") else None,
         low=_real(query, "low"),

@@ -40,7 +40,7 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class TokenTargets:
     """T sampled tokens with their sampling settings; None if a setting is off for all.
 
     They stay in main memory until `logprobs` needs them, without synchronising with the device.
@@ -68,7 +68,7 @@ class Sampled:
     bits_T: IntArray | None
 
     @staticmethod
-    def of(rows: Sequence[Row], vocabulary: int, grammars: Grammars | None) -> Sampled:
+    def of(rows: Sequence[Row], vocabulary: int, grammars: Grammars | None) -> TokenTargets:
         """The completion tokens of `rows`, in row order.
 
         Args:
@@ -100,7 +100,7 @@ class Sampled:
             if known_T.all():
                 top_k_T = top_p_T = min_p_T = None
         bits, bits_T = _replayed(rows, vocabulary, grammars)
-        return Sampled(
+        return TokenTargets(
             np.array([id_ for row in rows for id_ in row.completion_ids], dtype=np.int64),
             temperature_T,
             top_k_T,
@@ -112,12 +112,12 @@ class Sampled:
             bits_T,
         )
 
-    def take(self, places: IntArray | slice) -> Sampled:
+    def take(self, places: IntArray | slice) -> TokenTargets:
 
         def of(values: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any] | None:
             return None if values is None else values[places]
 
-        return Sampled(
+        return TokenTargets(
             self.target_T[places],
             of(self.temperature_T),
             of(self.top_k_T),
@@ -246,7 +246,7 @@ def _divided(row: Row) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _edits(rows: Sequence[Row]) -> Objects | None:
-    """`Sampled.edits_T` of the completion tokens of `rows`."""
+    """`TokenTargets.edits_T` of the completion tokens of `rows`."""
     if not any(row.sampling.edits_logits for row in rows):
         return None
     found: list[partial[Edit] | None] = []
@@ -274,7 +274,7 @@ def _objects(items: Sequence[Any]) -> Objects:
 def _replayed(
     rows: Sequence[Row], vocabulary: int, grammars: Grammars | None
 ) -> tuple[Bits | None, IntArray | None]:
-    """`Sampled.bits` and `Sampled.bits_T` of the completion tokens of `rows`."""
+    """`TokenTargets.bits` and `TokenTargets.bits_T` of the completion tokens of `rows`."""
     if not any(row.sampling.grammar for row in rows):
         return None, None
     if grammars is None:
@@ -342,7 +342,7 @@ class OutputHead:
 def logprobs_in_parts(
     head: OutputHead,
     hidden_TD: Tensor,
-    sampled: Sampled,
+    sampled: TokenTargets,
     *,
     with_entropy: bool,
     compiled: bool = False,
@@ -356,7 +356,7 @@ def logprobs_in_parts(
         compiled: Whether the computation on the logits is compiled.
     """
 
-    def of_part(hidden_CD: Tensor, part: Sampled) -> tuple[Tensor, Tensor]:
+    def of_part(hidden_CD: Tensor, part: TokenTargets) -> tuple[Tensor, Tensor]:
         found = part.logprobs(head(hidden_CD), with_entropy=with_entropy, compiled=compiled)
         return found.logp_T, found.entropy_T
 

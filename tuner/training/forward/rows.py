@@ -33,8 +33,8 @@ from tuner.traces.tree import IntArray
 from tuner.training.batch import Row
 from tuner.training.forward.head import (
     OutputHead,
-    Sampled,
     TokenLogprobs,
+    TokenTargets,
     body,
     logprobs_in_parts,
 )
@@ -54,7 +54,7 @@ def packed_logprobs(
 ) -> TokenLogprobs:
     """Like `completion_logprobs`, for a model that keeps packed rows apart."""
     head = OutputHead(causal_model(model))
-    sampled_T = Sampled.of(rows, head.vocabulary, grammars)
+    sampled_T = TokenTargets.of(rows, head.vocabulary, grammars)
     return logprobs_in_parts(
         head, packed_states(model, rows), sampled_T, with_entropy=with_entropy, compiled=compiled
     )
@@ -163,7 +163,7 @@ def completion_logprobs(
     device = next(model.parameters()).device
     if in_parts:
         head = OutputHead(causal_model(model))
-        sampled = Sampled.of(rows, head.vocabulary, grammars)
+        sampled = TokenTargets.of(rows, head.vocabulary, grammars)
         states_TD = completion_states(model, rows)
         return logprobs_in_parts(
             head, states_TD, sampled, with_entropy=with_entropy, compiled=compiled
@@ -177,7 +177,7 @@ def completion_logprobs(
     ).logits
     predicts_T -= width - logits_BKV.shape[1]
     logits_TV = logits_BKV[to_device(row_T, device), to_device(predicts_T, device)]
-    sampled = Sampled.of(rows, logits_TV.shape[-1], grammars)
+    sampled = TokenTargets.of(rows, logits_TV.shape[-1], grammars)
     return sampled.logprobs(logits_TV, with_entropy=with_entropy, compiled=compiled)
 
 

@@ -48,8 +48,8 @@ from tuner.training.batch import Row
 from tuner.training.forward import kernels
 from tuner.training.forward.head import (
     OutputHead,
-    Sampled,
     TokenLogprobs,
+    TokenTargets,
     body,
     logprobs_in_parts,
 )
@@ -707,7 +707,7 @@ def tree_logprobs(
     head = OutputHead(causal)
     hidden_ND = _hidden(causal, tree, windows, device)
     first_U, of_T = _distinct(tree, rows)
-    sampled_U = Sampled.of(rows, head.vocabulary, grammars).take(first_U)
+    sampled_U = TokenTargets.of(rows, head.vocabulary, grammars).take(first_U)
     predicts_U = to_device(tree.parent[tree.completion_node[first_U]], device)
     distinct = logprobs_in_parts(
         head, hidden_ND[predicts_U], sampled_U, with_entropy=with_entropy, compiled=compiled
