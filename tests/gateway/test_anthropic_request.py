@@ -145,7 +145,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": {}, "content": "x"}]}, r"messages\[0\].role"),
     ({"messages": [{"role": "user"}]}, r"messages\[0\].content must be"),
     ({"messages": [{"role": "user", "content": "x", "name": "n"}]}, r"messages\[0\].name"),
-    ({"messages": [*USER, {"role": "assistant", "content": "It is"}]}, "cannot be continued"),
+    (
+        {"messages": [*USER, {"role": "assistant", "content": "It is"}]},
+        "cannot continue a given answer",
+    ),
     ({"messages": block("user", type="image", source={})}, r"\[1\].content\[0\].type.*image"),
     ({"messages": block("user", type="document", source={})}, "document"),
     ({"messages": block("user", type="search_result")}, "search_result"),
@@ -206,7 +209,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"type": "between_tools"}}, "thinking.type"),
     ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "budget_tokens"),
     ({"thinking": {"type": "adaptive", "budget_tokens": 5}}, "budget_tokens"),
-    ({"thinking": {"type": "enabled", "display": "omitted"}}, "always shown"),
+    ({"thinking": {"type": "enabled", "display": "omitted"}}, "always returned"),
     (
         {"thinking": {"type": "disabled"}, "chat_template_kwargs": {"enable_thinking": True}},
         "send one of them",

@@ -427,7 +427,7 @@ async def test_call_that_the_template_would_leave_out_is_refused(
         return [USER, {"role": "assistant", "content": content, "tool_calls": calls}, *results]
 
     await ask(session, conversation(None, 1), tools=[ADD_TOOL])
-    with pytest.raises(BadRequestError, match=f"leaves {left_out} out of the conversation") as no:
+    with pytest.raises(BadRequestError, match=f"drops {left_out} from the conversation") as no:
         await ask(session, conversation(content, count), tools=[ADD_TOOL])
     assert no.value.param == "messages"
     assert len(session.calls) == 1

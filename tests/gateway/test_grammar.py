@@ -273,7 +273,7 @@ async def test_a_family_without_a_grammar_says_so() -> None:
     async with gateway_of(StubEngine(grammars=True), tool_call_parser="none") as gateway:
         status, answer = await send(gateway, body)
         assert status == 400
-        assert "no grammar for the form of tool_call_parser 'none'" in answer["error"]["message"]
+        assert "no grammar for tool_call_parser 'none'" in answer["error"]["message"]
         assert "hermes" in answer["error"]["message"]
         assert answer["error"]["param"] == "tool_choice"
         form = {"type": "json_object"}

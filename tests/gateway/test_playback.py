@@ -245,7 +245,7 @@ async def test_its_settings_are_compared() -> None:
 def test_calls_of_a_chat_model_of_the_users_own_are_refused() -> None:
     _, trace = asyncio.run(relayed({"model": "tiny", "messages": []}))
     own = [replace(call, id="4ac2") for call in trace.calls]
-    with pytest.raises(TunerError, match=r"a chat model of the workflow's own"):
+    with pytest.raises(TunerError, match=r"the workflow's own chat model"):
         MessageScript(replace(trace, calls=tuple(own)))
 
 

@@ -228,7 +228,7 @@ async def test_a_rollout_that_ends_where_it_diverges_is_refused() -> None:
         session = gateway.open_session("again", script=Script(trace, ends=True))
         assert await asked(session, "one") == "a"
         for _ in range(2):
-            with pytest.raises(openai.ConflictError, match=r"left it at call 2.*'zwei'"):
+            with pytest.raises(openai.ConflictError, match=r"has diverged at call 2.*'zwei'"):
                 await asked(session, "zwei")
 
 
@@ -330,17 +330,17 @@ async def test_an_engine_that_cannot_go_on_samples_the_call_anew_and_says_so() -
         script = Script(recorded(session.seal()), calls=0, token=2)
         again = gateway.open_session("again", script=script)
         assert await asked(again, "one") == "xyz"
-        assert "cannot go on" in str(script.end())
+        assert "cannot continue" in str(script.end())
         assert again.seal()[0].replayed == 0
 
 
 @pytest.mark.parametrize(
     ("calls", "token", "message"),
     [
-        (3, 0, "has 2 calls: there is no point behind 3"),
+        (3, 0, "has 2 calls: there is no point after 3"),
         (1, 2, "has 2 tokens: a point inside it is 0 to 1"),
         (2, 1, "has 1 tokens"),
-        (-1, 0, "no point behind -1"),
+        (-1, 0, "no point after -1"),
     ],
 )
 async def test_points_that_are_not_there(calls: int, token: int, message: str) -> None:
@@ -365,7 +365,7 @@ def test_calls_without_tokens_cannot_be_given_back() -> None:
         started=0.0,
         seconds=0.0,
     )
-    with pytest.raises(TunerError, match="call 1 of train-1-0-0 cannot be given back"):
+    with pytest.raises(TunerError, match="call 1 of train-1-0-0 cannot be replayed"):
         Script(recorded([call]))
 
 

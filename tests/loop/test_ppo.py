@@ -89,5 +89,5 @@ def test_a_critic_may_start_from_another_model_with_the_same_tokenizer(random_mo
     tokenizer = AutoTokenizer.from_pretrained(other)
     tokenizer.add_tokens(["something-new"])
     tokenizer.save_pretrained(other)
-    with pytest.raises(ConfigError, match=r"model\.critic_model_path = .* another vocabulary"):
+    with pytest.raises(ConfigError, match=r"model\.critic_model_path = .* different vocabulary"):
         tune(random_model_path, tmp_path / "b", f"model.critic_model_path={other}")

@@ -230,7 +230,7 @@ def test_only_recorded_data_does_without_a_workflow():
     text = refused(FunctionError, train_dataset=[PAIR], eval_dataset=TEST, algorithm="dpo")
     assert "no workflow to evaluate with" in text
     text = refused(FunctionError, None, recorded_runs.judge, [PAIR], algorithm="dpo")
-    assert "no workflow to judge" in text
+    assert "without a workflow to judge" in text
     text = refused(DatasetError, algorithm="dpo")
     assert "set buffer.trainer_input.experience_buffer.path" in text
 

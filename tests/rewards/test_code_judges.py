@@ -203,5 +203,5 @@ def test_pytest_that_is_not_there_is_named_with_its_extra(monkeypatch):
         patch.setattr("tuner.rewards.code_judges.find_spec", lambda name: None)
         with pytest.raises(MissingDependencyError, match=r"pip install .*\[rewards\]"):
             pytest_judge()
-    with pytest.raises(ValueError, match="must be a name of a module"):
+    with pytest.raises(ValueError, match="must be a valid module name"):
         pytest_judge(module="a.b")

@@ -165,7 +165,7 @@ async def test_an_api_that_refuses_the_schema_is_asked_in_words():
         assert (await judge(TASK, "b")).reward == 0.75
     assert ["response_format" in request for request in server.requests] == [True, False, False]
     assert len(lines) == 1
-    assert "m does not take response_format" in lines[0]
+    assert "m does not support response_format" in lines[0]
     assert "is unavailable" in lines[0]
 
 
@@ -248,7 +248,7 @@ async def test_verdicts_are_kept_in_a_folder_for_later_runs(tmp_path):
         with logged() as lines:
             await judge_at(server, cache=tmp_path / "verdicts")(TASK, "a")
         assert len(server.requests) == 6
-        assert "is damaged, and asked again" in lines[0]
+        assert "is damaged and asked again" in lines[0]
     assert json.loads(file.read_text()) == {"reasoning": "kept", "score": 0.5}
     assert len(list((tmp_path / "verdicts").iterdir())) == 5
 
@@ -290,7 +290,7 @@ def test_what_cannot_judge_is_refused_when_it_is_made(monkeypatch):
 
 
 async def test_an_auxiliary_model_that_is_not_there_is_a_mistake_in_the_program():
-    with pytest.raises(FunctionError, match=r"auxiliary model 'jugde', and the run's are: judge"):
+    with pytest.raises(FunctionError, match=r"auxiliary model 'jugde', but the run's are: judge"):
         await llm_judge(rubric="", model="jugde")(TASK, "a", {"judge": None})
 
 

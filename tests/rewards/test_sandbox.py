@@ -377,7 +377,7 @@ async def test_bubblewrap_that_does_not_work_is_refused_or_said(tmp_path, monkey
     for _ in range(2):
         finished = await run(["true"], folder=tmp_path)
     assert finished.isolation == "process"
-    assert caplog.text.count("plain processes of this user") == 1
+    assert caplog.text.count("ordinary processes of this user") == 1
 
 
 def test_a_limit_is_above_zero():

@@ -181,7 +181,7 @@ async def test_what_diverges_is_left_out_or_goes_on(make_runner):
 
     dropped = await grown(make_runner(forgetful), at((0, 2, 0), repeat=4))
     assert [trace.outcome for trace in dropped[2:]] == [Outcome.DIVERGED] * 2
-    assert "left it at call 2: messages[2].content is 'run " in dropped[2].error
+    assert "has diverged at call 2: messages[2].content is 'run " in dropped[2].error
     batch = build_batch(dropped)
     assert batch.dropped_rollouts == {"diverged": 2}
     seen.clear()

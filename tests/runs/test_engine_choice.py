@@ -120,7 +120,7 @@ def test_the_choice_replaces_auto_and_nothing_else():
 
 
 def test_settings_of_servers_are_refused_where_there_may_be_none():
-    with pytest.raises(ConfigError, match=r"engine_type: auto\) is part of this process.*to vllm"):
+    with pytest.raises(ConfigError, match=r"engine_type: auto\) runs in this process.*to vllm"):
         load_config(overrides=["explorer.rollout_model.engine_num=2"])
 
 

@@ -48,7 +48,7 @@ async def test_a_name_of_another_application_is_not_known(asking):
     theirs = session_of(await say(shop, [], "hi", **named("c")))
     ours = session_of(await say(bank, [], "hi", **named("c")))
     assert ours != theirs
-    with pytest.raises(Exception, match="none of this id"):
+    with pytest.raises(Exception, match="no session with this id"):
         await say(bank, [], "hi", **named(theirs))
     assert sorted(asking.ids()) == sorted([ours, theirs])
 

@@ -39,7 +39,7 @@ def test_what_serves_changes_by_promotion_alone_and_goes_back_by_rollback(
         async with Server(config(random_model_path, tmp_path)) as server:
             learner = server.learner
             begin = server.weights()
-            with pytest.raises(ConfigError, match="nothing was promoted"):
+            with pytest.raises(ConfigError, match="no promotion to roll back"):
                 await learner.rollback()
             for number in range(4):
                 await server.talk(f"question {number}", reward=number % 2)

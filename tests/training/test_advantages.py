@@ -201,7 +201,7 @@ def test_a_call_in_several_rows_weighs_what_it_weighs_in_one(mode):
 
 
 def test_a_constant_normaliser_must_be_given():
-    with pytest.raises(ValueError, match="most tokens"):
+    with pytest.raises(ValueError, match="maximum number of tokens"):
         row_weights("seq-mean-token-sum-norm", torch.tensor([1]), torch.tensor([0]))
 
 

@@ -242,7 +242,7 @@ def test_what_cannot_be_answered_is_refused():
     with pytest.raises(ValueError, match="no task with two trunks was seen yet"):
         Positions().best(rollouts=8)
     found = LATE.positions(20)
-    with pytest.raises(ValueError, match="39 tokens are too few: two rollouts of 20 tokens"):
+    with pytest.raises(ValueError, match="39 tokens are too few: two rollouts need 20 tokens"):
         found.best(tokens=39)
     with pytest.raises(ValueError, match="1 rollouts are too few"):
         found.best(rollouts=1)

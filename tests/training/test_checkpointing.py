@@ -70,7 +70,7 @@ def test_auto_checkpoints_what_a_gpu_has_no_room_for(layout, monkeypatch, caplog
         passes[free] = found[2]
     assert list(passes.values()) == [1, 2]
     gradient_of(model, forward)
-    said = [r.getMessage() for r in caplog.records if "computed again" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if "recomputed" in r.getMessage()]
     assert len(said) == 1
     assert f"a pass over {tokens} tokens would keep" in said[0]
 

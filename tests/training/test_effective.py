@@ -142,7 +142,7 @@ def test_what_it_has_computed_is_the_proximal_policy_of_the_update():
 def test_what_nobody_sampled_is_refused():
     batch = build_batch(random_batch(5))
     rows = (replace(batch.rows[0], logprobs=()), *batch.rows[1:])
-    with pytest.raises(TrainingError, match="0 recorded log-probs: only what was sampled"):
+    with pytest.raises(TrainingError, match="0 recorded log-probs: only sampled tokens"):
         effective_of(replace(batch, rows=rows), on_policy(batch))
 
 

@@ -407,7 +407,7 @@ def test_differences_are_divided_by_the_standard_deviation_where_that_is_wanted(
 
 
 def test_one_tree_alone_is_refused_with_what_to_do():
-    with pytest.raises(ValueError, match="begin at least two rollouts of a task at the beginning"):
+    with pytest.raises(ValueError, match="start at least two rollouts of a task"):
         advantages([("a", 0, 0, 1)], {"a": 1.0, "b": 0.0})
 
 

@@ -110,7 +110,9 @@ def test_the_state_of_other_weights_is_refused():
         others.load_state_dict(state)
     with pytest.raises(TrainingError, match=r"lower precision than torch\.float32"):
         make_optimizer(weights(torch.float32), **SETTINGS).load_state_dict(state)
-    with pytest.raises(TrainingError, match=r"is of 8bit, and tuner\.optimizer_state is float32"):
+    with pytest.raises(
+        TrainingError, match=r"moments of 8bit, and tuner\.optimizer_state is float32"
+    ):
         others.load_state_dict(state | {"moments": "8bit"})
     plain = make_optimizer(weights(torch.float32), **SETTINGS).state_dict()
     with pytest.raises(TrainingError, match=r"no float32 masters for weights of torch\.bfloat16"):

@@ -164,7 +164,7 @@ def test_what_a_masked_call_had_sampled_is_not_the_prompt_of_another():
 @pytest.mark.parametrize(
     ("kept", "sentence"),
     [
-        (packed_kept(np.array([4, 6]), VOCABULARY), "token 5 was sampled, and is not among those"),
+        (packed_kept(np.array([4, 6]), VOCABULARY), "token 5 was sampled but is not in the set"),
         (packed_kept(np.array([5, 999]), 1000), "cannot be read"),
         ("x", "cannot be read"),
         ("i5", "cannot be read"),

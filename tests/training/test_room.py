@@ -65,7 +65,7 @@ def test_micro_batches_are_halved_until_they_fit_and_stay_so(room, caplog):
         trainer.ppo_update(trainer.compute_advantages(batch()))
     assert tried == [2080, 1820, 780, 780, 520]
     assert caplog.text.count("there is no room for micro-batches of") == 2
-    assert "from here on they have 1024" in caplog.text
+    assert "from now on they have 1024" in caplog.text
     weights, expected = (
         torch.cat([p.detach().flatten() for p in one.model.parameters()])
         for one in (trainer, wanted)

@@ -29,7 +29,7 @@ def test_a_cluster_of_our_own_has_what_the_machine_has(gpus):
     ("there", "given", "message"),
     [
         (2, {"gpu_per_node": 8}, "cluster.gpu_per_node is 8, but this machine has 2"),
-        (0, {}, "needs GPUs and this machine has none"),
+        (0, {}, "needs GPUs, and this machine has none"),
         (8, {"node_num": 3}, "cluster.node_num is 3, but cluster.ray_address is not set"),
     ],
 )
