@@ -1,4 +1,4 @@
-"""The door for Python agents: clients that reach the gateway without a socket."""
+"""Clients for Python agents that reach the gateway without a socket."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def in_process_http_client(gateway: Door, client_class: type) -> Any:
 
 @cache
 def _transport_class(library: Any) -> type[Any]:
-    """The transport, as a class of `library`: its clients take no other."""
+    """The transport, as a class of `library`: its clients accept no other."""
 
     class InProcessTransport(library.AsyncBaseTransport):  # type: ignore[misc]  # httpx or httpx2
-        """Hands each request to the gateway in the caller's own task."""
+        """Passes each request to the gateway in the caller's own task."""
 
         def __init__(self, gateway: Door) -> None:
             self._gateway = gateway
@@ -95,7 +95,7 @@ def _stream_class(library: Any) -> type[Any]:
 
 
 def streamed(library: Any, events: Events, seconds: float | None, request: Any) -> Any:
-    """A reply that is a stream, as a response of `library`; each event may take so many seconds."""
+    """A streaming reply as a response of `library`; `seconds` limits the time of each event."""
     return library.Response(
         200,
         headers={"content-type": EVENT_STREAM},
@@ -118,7 +118,7 @@ _http = http_library(openai.DefaultAsyncHttpxClient)
 
 
 def in_process_client(gateway: Door, key: str) -> InProcessOpenAI:
-    """A client of the session behind `key`: no retries, no time limit unless asked for."""
+    """A client of the session with `key`: no retries, and no time limit by default."""
     return InProcessOpenAI(
         gateway=gateway,
         api_key=key,
@@ -130,7 +130,7 @@ def in_process_client(gateway: Door, key: str) -> InProcessOpenAI:
 
 
 def in_process_anthropic(gateway: Door, key: str) -> anthropic.AsyncAnthropic:
-    """Anthropic's client of the session behind `key`: no retries, no time limit of its own.
+    """Anthropic's client of the session with `key`: no retries, and no time limit of its own.
 
     Raises:
         MissingDependencyError: The anthropic package is not installed.
@@ -151,13 +151,7 @@ def in_process_anthropic(gateway: Door, key: str) -> anthropic.AsyncAnthropic:
 
 
 class InProcessOpenAI(openai.AsyncOpenAI):
-    """`openai.AsyncOpenAI` with a short way through `chat.completions.create`.
-
-    Args:
-        gateway: Where the short way leads. A copy made with other options (`with_options`) has
-            none: it takes the library's own way, which honours them, to the same transport.
-        options: The library's.
-    """
+    """`openai.AsyncOpenAI` with a shorter path through `chat.completions.create`."""
 
     def __init__(self, *, gateway: Door | None = None, **options: Any) -> None:
         super().__init__(**options)

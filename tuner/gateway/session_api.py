@@ -73,11 +73,11 @@ def shared(session: Session, base_url: str | None = None) -> Iterator[SharedSess
     """Serve a session to another process while the block runs.
 
     Args:
-        base_url: Where that process finds the gateway; None: by a socket of this machine.
+        base_url: The gateway's URL for that process; None: a socket of this machine.
     """
     owner_key = secrets.token_urlsafe(24)
     session.host.shared[owner_key] = session
-    rendered = base_url and session.service.renderer  # a remote model's tokenizer is not known
+    rendered = base_url and session.service.renderer  # a remote model's tokenizer is unknown
     try:
         yield SharedSession(
             session.id,
@@ -96,13 +96,13 @@ def shared(session: Session, base_url: str | None = None) -> Iterator[SharedSess
 
 
 def raise_file_limit() -> None:
-    """Allow this process a connection for each of thousands of calls, as far as it may."""
-    import resource  # Unix alone has it, and workers
+    """Raise this process's limit of open files, for thousands of concurrent calls."""
+    import resource  # missing on Windows, which has no workers
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
     if soft < wanted:
-        with suppress(ValueError, OSError):  # some systems allow less than they say
+        with suppress(ValueError, OSError):  # some systems allow less than they report
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
@@ -116,7 +116,8 @@ _pickled: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()
 
 
 def _tokenizer(session: Session) -> bytes:
-    """A pickle, which whoever is shared a session reads: it also runs functions sent from here."""
+    """The pickled tokenizer, for processes that share a session; they also run functions sent from
+    here."""
     tokenizer = session.tokenizer
     if tokenizer not in _pickled:
         _pickled[tokenizer] = pickle.dumps(tokenizer, pickle.HIGHEST_PROTOCOL)
@@ -162,7 +163,8 @@ _OPERATIONS: Mapping[str, Callable[..., Any]] = {
 
 
 async def answer(session: Session | None, path: str, body: bytes) -> Reply:
-    """The answer to a request below `PATH`; None: the key belongs to no shared session."""
+    """The answer to a request below `PATH`; `session` is None if the key belongs to no shared
+    session."""
     try:
         if session is None:
             raise TunerError("it was asked of a rollout that has ended")
@@ -177,7 +179,7 @@ async def answer(session: Session | None, path: str, body: bytes) -> Reply:
 
 
 def _told(error: Exception) -> dict[str, Any]:
-    """An error as `_raised` reads it: its own class where that is Python's or ours."""
+    """An error in the form that `_raised` reads: with its own class if that is Python's or ours."""
     if isinstance(error, RequestError):
         found = {"status": error.status, "code": error.code, "path": error.path}
         return {"request": found, "message": error.message}
@@ -186,7 +188,7 @@ def _told(error: Exception) -> dict[str, Any]:
 
 
 def value_of(reply: Reply) -> Any:
-    """What a session says in an answer; raises what it raised."""
+    """The value in an answer; raises the error in it."""
     if reply.content_type == _PICKLE:
         return reply.body
     found = json.loads(reply.body)
@@ -203,19 +205,19 @@ def _raised(told: Mapping[str, Any]) -> Exception:
     module, name, text = told["module"], told["class"], told["message"]
     if module.partition(".")[0] in (builtins.__name__, "tuner"):
         kind = getattr(importlib.import_module(module), name)
-        if isinstance(kind, type) and issubclass(kind, Exception):  # and not eval, say
+        if isinstance(kind, type) and issubclass(kind, Exception):  # not eval, for example
             return kind(text)
     return RuntimeError(f"{name}: {text}")
 
 
-# The other process's side: HTTP/1.1 over connections that are kept alive. httpx costs the worker
-# twelve times as much CPU a call.
+# The other process's side: HTTP/1.1 over keep-alive connections. httpx would cost the worker twelve
+# times as much CPU per call.
 
 
 _CONNECT_SECONDS = 60.0
 _KEPT_SECONDS = 30.0
-"""Seconds that a connection may be idle; the gateway ends one after 60."""
-# Headers that are of a connection, or said by its ends.
+"""Seconds that a connection may be idle; the gateway closes one after 60."""
+# Headers of the connection, or set by its ends.
 _OF_THE_WAY = frozenset(
     {"host", "connection", "content-length", "content-type", "transfer-encoding", "accept-encoding"}
 )
@@ -225,8 +227,8 @@ class HttpConnection:
     """A connection to a gateway, in one event loop, for one request at a time.
 
     Args:
-        reader, writer: Its ends.
-        idle: Where it is put once an answer is read to its end.
+        reader, writer: Its streams.
+        idle: Receives it once an answer is completely read.
     """
 
     def __init__(
@@ -240,12 +242,12 @@ class HttpConnection:
 
     @property
     def usable(self) -> bool:
-        """Whether the gateway has not closed it, as far as is known."""
+        """Whether the gateway has not closed it, as far as known."""
         recent = time.monotonic() - self._since < _KEPT_SECONDS
         return recent and not self._reader.at_eof() and not self._writer.is_closing()
 
     async def ask(self, request: bytes) -> Reply | StreamReply:
-        """The answer to a request; events of a stream are read as they are wanted."""
+        """The answer to a request; events of a stream are read on demand."""
         whole = streams = False
         try:
             self._writer.write(request)
@@ -271,7 +273,7 @@ class HttpConnection:
                 self.release(whole=whole)
 
     def release(self, *, whole: bool) -> None:
-        """Keep it for the next request, or end it where the answer was not read to its end."""
+        """Keep it for the next request, or close it if the answer was not completely read."""
         if not whole or self._reader.at_eof():
             self._writer.transport.abort()
             return
@@ -288,11 +290,11 @@ class HttpConnection:
 
 
 class EventReader:
-    """The events of a stream, whole, however they were cut; closed early, it abandons the request.
+    """The complete events of a stream, however it was split; closing it early abandons the request.
 
     Args:
         connection: Released at the end.
-        parts: What comes by it.
+        parts: The received data.
     """
 
     def __init__(self, connection: HttpConnection, parts: AsyncIterator[bytes]) -> None:
@@ -335,14 +337,14 @@ def _named(error: Exception) -> str:
 
 
 class RemoteDoor:
-    """A gateway's door, from another process, in any thread and event loop.
+    """A gateway in another process, callable in any thread and event loop.
 
     Args:
-        url: As `SharedSession` has it.
-        in_flight: The session's.
+        url: As in `SharedSession`.
+        in_flight: The session's work in progress.
     """
 
-    # Of all doors of the process, by event loop and URL.
+    # Of all instances in the process, by event loop and URL.
     _idle: ClassVar[dict[asyncio.AbstractEventLoop, dict[str, deque[HttpConnection]]]] = {}
 
     def __init__(self, url: str, in_flight: InFlight) -> None:
@@ -356,18 +358,14 @@ class RemoteDoor:
     async def handle(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes
     ) -> Reply | StreamReply:
-        """As `Gateway.handle`.
-
-        Raises:
-            ConnectionError: No answer came.
-        """
+        """See `Gateway.handle`; raises ConnectionError if there is no answer."""
         with self._in_flight.here():
             return await self.ask(method, path, headers, body)
 
     async def ask(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes
     ) -> Reply | StreamReply:
-        """As `handle`, for what is no call."""
+        """Like `handle`, for requests that are not calls."""
         kept = (f"{k}: {v}\r\n" for k, v in headers.items() if k.lower() not in _OF_THE_WAY)
         lines = [f"host: {self._host}\r\n", f"content-length: {len(body)}\r\n", *kept]
         if any("\n" in line[:-2] for line in lines):
@@ -400,26 +398,26 @@ class RemoteDoor:
         return HttpConnection(reader, writer, idle)
 
     def refusing(self, keys: Iterable[str], why: Callable[[], str]) -> AbstractContextManager[None]:
-        """None: whoever keeps this event loop, the gateway's continues."""
+        """No-op: whatever blocks this event loop, the gateway's continues."""
         return nullcontext()
 
 
 @cache
 def _waiting_loop(process: int) -> asyncio.AbstractEventLoop:
-    """The loop that asks for code which waits without awaiting, and so keeps its own."""
+    """The loop for requests of code that waits without awaiting, and so blocks its own."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="tuner-session", daemon=True).start()
     return loop
 
 
 class RemoteSession(Access):
-    """A session of another process's gateway.
+    """A session of a gateway in another process.
 
     Args:
-        opened: Which.
+        opened: The session.
     """
 
-    # What all sessions of a gateway would say, by its URL.
+    # Values that are equal for all sessions of a gateway, by its URL.
     _known: ClassVar[dict[tuple[str, str], Any]] = {}
 
     def __init__(self, opened: SharedSession) -> None:
@@ -436,19 +434,15 @@ class RemoteSession(Access):
         self.results: Results = RemoteResults(self.ask, scripted=opened.scripted)
 
     async def ask_async(self, operation: str, /, **arguments: Any) -> Any:
-        """What the session says, in any event loop.
-
-        Raises:
-            Exception: What it raised.
-            ConnectionError: No answer came.
-        """
+        """The result of an operation of the session, in any event loop; raises the session's
+        error, or ConnectionError if there is no answer."""
         body = json.dumps(arguments, default=lambda value: value.item()).encode()  # NumPy's
         reply = await self._door.ask("POST", PATH + operation, self._authorization, body)
         assert isinstance(reply, Reply), "no operation streams"
         return value_of(reply)
 
     def ask(self, operation: str, /, **arguments: Any) -> Any:
-        """As `ask_async`; waits for it, in any thread."""
+        """Like `ask_async`, but blocking, in any thread."""
         asking = self.ask_async(operation, **arguments)
         return asyncio.run_coroutine_threadsafe(asking, _waiting_loop(os.getpid())).result()
 
@@ -459,7 +453,8 @@ class RemoteSession(Access):
         return self._known[known]
 
     def _quiet(self) -> float:
-        """Seconds since a call of any client began or ended; only with a port are there others."""
+        """Seconds since a call of any client began or ended; with a port there are other
+        clients."""
         return math.inf if self._base_url is None else float(self.ask("quiet"))
 
     @property
@@ -539,12 +534,12 @@ class RemoteSession(Access):
         self.ask("warn", setting=setting, sentence=sentence)
 
     def seal(self) -> None:
-        """Say nothing more of its calls; the session itself refuses what is asked of it."""
+        """Stop setting credit; the session itself rejects later requests."""
         self._credits.sealed = True
 
 
 class RemoteInFlight(InFlight):
-    """What is being generated, of clients that come by a port as well."""
+    """Work in progress, including that of clients that use a port."""
 
     def __init__(self, quiet: Callable[[], float]) -> None:
         self._moved = 0.0
@@ -553,7 +548,7 @@ class RemoteInFlight(InFlight):
 
     @property
     def moved(self) -> float:
-        """When a call last began or ended; asks the session where that seems to be long ago."""
+        """When a call last began or ended; asks the session if that seems to be long ago."""
         now = time.perf_counter()
         if now - self._moved > _LONG_AGO:
             self._moved = max(self._moved, now - self._quiet())
@@ -568,7 +563,7 @@ _LONG_AGO = 30.0
 
 
 class RemoteCredits(Credits):
-    """What is said of calls here is said to the session as well."""
+    """Credit that is also sent to the session."""
 
     def __init__(self, session_id: str, ask: Callable[..., Any]) -> None:
         super().__init__(session_id)
@@ -580,7 +575,7 @@ class RemoteCredits(Credits):
 
 
 class RemoteResults(Results):
-    """Results of recorded functions, which the session keeps and gives."""
+    """Results of recorded functions, stored by the session."""
 
     def __init__(self, ask: Callable[..., Any], *, scripted: bool) -> None:
         super().__init__(None, lambda: 0)
@@ -595,6 +590,6 @@ class RemoteResults(Results):
         return None if found is None else from_plain(FunctionResult, found)
 
     def keep(self, function: str, arguments: dict[str, Any], occurrence: int, value: Any) -> None:
-        # Waits, so that it is known how many calls were committed before.
+        # Waits, so that the number of earlier committed calls is known.
         of = {"function": function, "arguments": arguments, "occurrence": occurrence}
         self._ask("keep", **of, value=value)

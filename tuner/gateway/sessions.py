@@ -1,4 +1,5 @@
-"""A rollout's identity at the gateway: its key, what it may ask for, its end; and what it keeps."""
+"""Sessions: the identity of a rollout at the gateway (its key, limits and end), and its
+recordings."""
 
 from __future__ import annotations
 
@@ -38,12 +39,12 @@ if TYPE_CHECKING:
     import openai
 
 
-# What a workflow may say about its own calls: a reward of their own, or not to train them.
+# What a workflow may set on its own calls: a reward, or not to train them.
 
 
 @dataclass
 class Credit:
-    """What the workflow said about one call, by the names of the call's fields."""
+    """Credit that the workflow gave one call, by the names of the call's fields."""
 
     reward: float | None = None
     gained: float | None = None
@@ -52,13 +53,13 @@ class Credit:
 
 
 class Credits:
-    """What the workflow said about the calls of one session, while that is open.
+    """Credit that the workflow gave the calls of one session, while it is open.
 
     Args:
-        session_id: The session's, for messages.
+        session_id: The session's id, for messages.
 
     Attributes:
-        sealed: Whether nothing can be said any more.
+        sealed: Whether nothing can be set any more.
     """
 
     def __init__(self, session_id: str) -> None:
@@ -67,7 +68,6 @@ class Credits:
         self._by_call: dict[str, Credit] = {}
 
     def of(self, call_id: str) -> Credit:
-        """What was said about a call."""
         return self._by_call.get(call_id, Credit())
 
     def say(self, call_id: str, what: str, value: Any) -> None:
@@ -75,19 +75,19 @@ class Credits:
         setattr(self._by_call.setdefault(call_id, Credit()), what, value)
 
     def given_to(self, call: Call) -> Call:
-        """The call with what was said about it."""
+        """The call with its credit."""
         credit = self._by_call.get(call.id)
         return call if credit is None else replace(call, **vars(credit))
 
 
 class RecordedCall:
-    """A call of a rollout that goes on, for the workflow that made it.
+    """A call of a running rollout, for the workflow that made it.
 
         model.calls[-1].reward = 0.3      # instead of the rollout's reward
         model.calls[0].exclude()          # recorded, not trained
 
     Attributes:
-        call: The call as it was recorded.
+        call: The recorded call.
     """
 
     def __init__(self, credits: Credits, call: Call) -> None:
@@ -96,12 +96,12 @@ class RecordedCall:
 
     @property
     def id(self) -> str:
-        """The call's id: that of the response, and the choice's index."""
+        """The call's id: the response's id, and the choice's index."""
         return self.call.id
 
     @property
     def role(self) -> str | None:
-        """The agent that made the call, where it was named."""
+        """The agent that made the call, if it was named."""
         return self.call.role
 
     @property
@@ -111,7 +111,7 @@ class RecordedCall:
 
     @property
     def reward(self) -> float | None:
-        """The call's own reward; None is the rollout's.
+        """The call's own reward; None: the rollout's reward applies.
 
         Raises:
             ValueError: It is set to something that is not a finite number.
@@ -125,7 +125,7 @@ class RecordedCall:
 
     @property
     def gained(self) -> float | None:
-        """What was gained where the call ended; None: what its reward and the rollout's say.
+        """The gain at the end of the call; None: it follows from its reward and the rollout's.
 
         Raises:
             As `reward`.
@@ -149,8 +149,8 @@ class RecordedCall:
         """Keep the completion's tokens [start, stop) in the trace, but do not train them.
 
         Raises:
-            ValueError: There are no such tokens, they begin before the end of those that were
-                masked before, or the call was held to a form, which is trained whole or not at all.
+            ValueError: There are no such tokens, they begin before the end of the previously masked
+                ones, or the call has a grammar, whose tokens are trained together or not at all.
             TunerError: The rollout has ended.
         """
         length, masked = len(self.call.completion_ids), self._credit.masked
@@ -188,21 +188,21 @@ class RecordedCall:
             )
 
 
-# What of a session is being generated, in whichever task.
+# Work in progress of a session, in any task.
 
 
 T = TypeVar("T")
 
 
 class CutOff(Exception):
-    """What was being generated was cancelled, and not who awaits it."""
+    """The work was cancelled, not the task that awaits it."""
 
 
 class InFlight:
-    """What of a session is being generated, how long that took, and when it last began or ended.
+    """Work in progress of a session, its duration, and when it last began or ended.
 
     Attributes:
-        tasks: Those that generate, once for each thing that they generate.
+        tasks: The generating tasks, once for each thing that they generate.
         moved: When one last began or ended, by `time.perf_counter`.
     """
 
@@ -221,7 +221,7 @@ class InFlight:
         """The result of `work`.
 
         Raises:
-            CutOff: `cancel` ended it, and not who awaits it.
+            CutOff: `cancel` ended it, and nothing else cancelled the awaiting task.
         """
         task = asyncio.current_task()
         assert task is not None, "an answer is awaited"
@@ -236,9 +236,10 @@ class InFlight:
             self._taken_back(task)
 
     def _taken_back(self, task: asyncio.Task[Any]) -> bool:
-        """Take back what `cancel` has asked of a task; whether nobody else wants it to end.
+        """Undo the cancellation that `cancel` requested; returns whether nothing else wants the
+        task to end.
 
-        What the task generates around this is cut off, too, and ends as it would.
+        Whatever the task generates around this is cut off too, and ends in its own way.
         """
         if task in self.tasks or task not in self._cut:
             return False
@@ -247,7 +248,7 @@ class InFlight:
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        """While the block runs, the task that runs it is generating, and can be cancelled."""
+        """While the block runs, its task counts as generating, and can be cancelled."""
         task = asyncio.current_task()
         assert task is not None, "an answer is awaited"
         try:
@@ -276,16 +277,16 @@ class InFlight:
             task.get_loop().call_soon_threadsafe(self._cancel, task)
 
     def _cancel(self, task: asyncio.Task[Any]) -> None:
-        if task in self.tasks:  # it may have gone on to something else
+        if task in self.tasks:  # it may already be doing something else
             self._cut.add(task)
             task.cancel()
 
 
-# `@tuner.recorded`: results of functions that belong to a rollout as its calls do.
+# `@tuner.recorded`: results of functions that belong to a rollout like its calls.
 #
-# A tool may cost money, change something, or answer differently tomorrow. Decorated with
-# `recorded`, its results are in the trace of the rollout that calls it, and a rollout that repeats
-# that one gets them back up to the point where the two part; the function itself does not run.
+# A tool may cost money, change something, or answer differently tomorrow. With `recorded`, its
+# results are in the trace of the rollout that calls it, and a rollout that repeats that one gets
+# them back up to the point where the two diverge; the function itself does not run.
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -294,11 +295,11 @@ _OPAQUE = "<not JSON>"
 
 
 class Results:
-    """The results of one rollout's recorded functions; in any thread.
+    """The results of one rollout's recorded functions; thread-safe.
 
     Args:
-        script: What the rollout repeats, or None.
-        committed: How many calls of the rollout are committed.
+        script: The script that the rollout repeats, or None.
+        committed: Returns the number of committed calls of the rollout.
     """
 
     def __init__(self, script: Script | None, committed: Callable[[], int]) -> None:
@@ -310,12 +311,13 @@ class Results:
 
     @property
     def kept(self) -> tuple[FunctionResult, ...]:
-        """Those so far, in the order in which they were there."""
+        """The results so far, in order."""
         return tuple(self._kept)
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """While the block runs, and in tasks and threads that it begins, functions are its."""
+        """While the block runs, functions belong to this rollout, also in tasks and threads
+        started in it."""
         token = _CURRENT.set(self)
         try:
             yield
@@ -333,13 +335,13 @@ class Results:
     def given(
         self, function: str, arguments: dict[str, Any], occurrence: int
     ) -> FunctionResult | None:
-        """What the script has of a call that begins."""
+        """The script's result of a call that begins."""
         if self._script is None:
             return None
         return self._script.result(function, arguments, occurrence)
 
     def keep(self, function: str, arguments: dict[str, Any], occurrence: int, value: Any) -> None:
-        """Take note of a result."""
+        """Keep a result."""
         self._kept.append(FunctionResult(function, arguments, occurrence, value, self._committed()))
 
 
@@ -347,9 +349,9 @@ class _FunctionCall:
     """One call of a recorded function.
 
     Args:
-        results: Where it belongs.
-        function, arguments: Who is called with what.
-        occurrence: How often it was before.
+        results: The rollout's results.
+        function, arguments: The function and its arguments.
+        occurrence: Number of earlier equal calls.
     """
 
     def __init__(
@@ -359,14 +361,14 @@ class _FunctionCall:
         self.function, self.arguments, self.occurrence = function, arguments, occurrence
 
     def given(self) -> tuple[Any] | None:
-        """The value that the script gives, alone in a tuple, or None: run the function."""
+        """The value that the script provides, alone in a tuple, or None: run the function."""
         found = self._results.given(self.function, self.arguments, self.occurrence)
         if found is None:
             return None
         return (self.kept(json.loads(json.dumps(found.value))),)
 
     def kept(self, value: Any) -> Any:
-        """`value`, which is kept as JSON has it now: whoever gets it may change it.
+        """Record `value` as JSON, since the caller may change it later, and return it.
 
         Raises:
             FunctionError: JSON has no such value.
@@ -386,25 +388,26 @@ _CURRENT: ContextVar[Results | None] = ContextVar("tuner_results", default=None)
 
 
 def recorded(function: F) -> F:
-    """Keep what a function returns in the trace of the rollout that calls it, and give it back
-    where the rollout is run again.
+    """Record what a function returns in the trace of the rollout that calls it, and return it again
+    when the rollout is repeated.
 
-    Within the recorded part of a rollout that is run again (`tuner rerun`, `tuner.testing`,
-    branches) the function does not run: it returns what it returned then, as long as the agent has
-    done the same as then. Calls are matched by the function's file and qualified name, by their
-    arguments, and of equal ones by how many were before. An argument that is no JSON (`self`, a
-    client) is not compared. What raised an exception is not recorded, and runs again. Outside of a
-    rollout the function is as it was.
+    Within the recorded part of a repeated rollout (`tuner rerun`, `tuner.testing`, branches) the
+    function does not run: it returns the recorded value, as long as the agent does the same as
+    before. Calls are matched by the function's file and qualified name, by their arguments, and
+    among equal ones by their number. An argument that is not JSON (`self`, a client) is not
+    compared. Exceptions are not recorded; such a call runs again. Outside of a rollout the function
+    is unchanged.
 
         @tuner.recorded
         async def search(query: str) -> list[str]: ...
 
     Args:
-        function: Async or plain. What it returns must be JSON, and equal to what JSON makes of it.
+        function: Async or plain. It must return a value that survives conversion to JSON and back.
 
     Raises:
-        FunctionError: It is no function, or yields; and when it is called in a rollout: it returned
-            what JSON cannot hold.
+        FunctionError: It is not a function, or yields; and when it is called in a rollout: it
+            returned
+            a value that JSON cannot hold.
     """
     inner = unwrapped(function)
     if not inspect.isroutine(inner) or isinstance(function, staticmethod | classmethod):
@@ -448,8 +451,8 @@ def recorded(function: F) -> F:
 
 
 def _collecting() -> Results | None:
-    """Those of the rollout that runs. What `recorded` makes has hold of this, by its name, and not
-    of the variable: so a function of a script can be sent to another process."""
+    """The results of the current rollout. Functions made by `recorded` refer to this by name
+    and not to the variable, so that a function of a script can be sent to another process."""
     return _CURRENT.get()
 
 
@@ -461,7 +464,7 @@ def _name(function: Any) -> str:
 
 
 def _json(value: Any) -> Any:
-    """An argument as JSON has it now; the caller may change it later."""
+    """An argument as JSON, since the caller may change it later."""
     if hasattr(value, "model_dump"):
         value = value.model_dump(mode="json")
     try:
@@ -471,7 +474,7 @@ def _json(value: Any) -> Any:
 
 
 def _not_json(value: Any, place: str = "") -> str | None:
-    """What of a value JSON does not give back as it was, and where; None where it does."""
+    """The part of a value that JSON does not preserve, and its place; None if there is none."""
     kind = type(value)
     if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
         return None
@@ -484,25 +487,25 @@ def _not_json(value: Any, place: str = "") -> str | None:
     return next((found for at, item in inside if (found := _not_json(item, at))), None)
 
 
-# What code that has a session reaches the gateway with, in the gateway's process or in another.
+# Access to a session, in the gateway's process or in another.
 
 
 ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class Access(ABC):
-    """A session, as the user's functions and chat models know it.
+    """A session, as the user's functions and chat models see it.
 
     Attributes:
-        host: What takes its requests.
+        host: Handles its requests.
         id: The caller's name for it.
-        key: The API key that stands for it.
-        model_name: The name that requests give as `model`.
-        max_model_len: Tokens of prompt and answer together.
-        other_names: What requests may give as `model` besides.
-        errors: What went wrong inside its calls that was not the caller's fault.
-        in_flight: What is being generated.
-        results: What recorded functions returned in it.
+        key: Its API key.
+        model_name: The `model` that requests must name.
+        max_model_len: Maximum of prompt and answer tokens together.
+        other_names: Further accepted values of `model`.
+        errors: Internal failures of its calls.
+        in_flight: Its work in progress.
+        results: Results of its recorded functions.
     """
 
     host: Door
@@ -524,59 +527,59 @@ class Access(ABC):
     @property
     @abstractmethod
     def base_url(self) -> str:
-        """Where HTTP clients find the gateway; the first use opens the door."""
+        """The gateway's URL for HTTP clients; the first use starts the HTTP server."""
 
     @property
     @abstractmethod
     def keeps_calls(self) -> bool:
-        """Whether calls are kept; not those of models that are not trained."""
+        """Whether calls are kept; False for models that are not trained."""
 
     @abstractmethod
     def calls_so_far(self) -> list[RecordedCall]:
-        """The calls that were delivered, in order of commitment."""
+        """The delivered calls, in order of commitment."""
 
     @abstractmethod
     def text_of(self, ids: Sequence[int]) -> str:
-        """Tokens in the tokenizer's words, special ones left out."""
+        """The text of tokens, without special ones."""
 
     @abstractmethod
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
-        """Token ids of text as it is, or of messages in the chat template; shape [P]."""
+        """Token ids of a text, or of messages in the chat template; shape [P]."""
 
     @property
     @abstractmethod
     def tokenizer(self) -> Any:
-        """The model's."""
+        """The model's tokenizer."""
 
     @property
     @abstractmethod
     def end_ids(self) -> frozenset[int]:
-        """Tokens that end a completion."""
+        """Token ids that end a completion."""
 
     @property
     @abstractmethod
     def version(self) -> int:
-        """Updates that the weights have seen which sample the next token."""
+        """Number of updates of the weights that sample the next token."""
 
     @abstractmethod
     async def complete_tokens(
         self, prompt_ids: Sequence[int], **settings: Any
     ) -> tuple[Generation, ...]:
-        """As `tuner.gateway.dialects.text.complete_tokens`."""
+        """See `tuner.gateway.dialects.text.complete_tokens`."""
 
     @abstractmethod
     def warn_once(self, setting: str, sentence: str) -> None:
-        """Log that a setting of the user's agent is unsafe, once for all sessions of a gateway."""
+        """Warn of an unsafe setting of the user's agent, once for all sessions of a gateway."""
 
     @abstractmethod
     def seal(self) -> object:
-        """End the session: what comes later is refused."""
+        """End the session: later requests are rejected."""
 
     def key_of(self, role: str | None) -> str:
-        """The API key that names `role` as the agent that calls; None is the session's own.
+        """The API key that names `role` as the calling agent; None: the session's key.
 
         Raises:
-            ValueError: `role` is not a name.
+            ValueError: `role` is not a valid name.
         """
         if role is None:
             return self.key
@@ -612,13 +615,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """What a request that does not say is sampled with.
+    """Sampling settings for requests that do not set them.
 
     Attributes:
         temperature: 0 is greedy.
         top_p: Nucleus mass in (0, 1].
         top_k: Keep the k most probable tokens; -1 keeps every token.
-        max_tokens: Limit of a completion; None is the room left in the context.
+        max_tokens: Limit of a completion; None is the rest of the context.
     """
 
     temperature: float = 1.0
@@ -629,12 +632,12 @@ class SamplingDefaults:
 
 @dataclass(frozen=True)
 class SessionLimits:
-    """What one rollout may ask for; None is no limit.
+    """Limits of one rollout; None is no limit.
 
     Attributes:
-        calls: Completions.
-        tokens: Sampled tokens, looked at when a call begins: the call is cut off where they end,
-            and calls in parallel may together go beyond.
+        calls: Maximum number of completions.
+        tokens: Maximum number of sampled tokens, checked when a call begins: the call is cut off at
+            the limit, and parallel calls may exceed it together.
     """
 
     calls: int | None = None
@@ -643,10 +646,10 @@ class SessionLimits:
 
 @dataclass(frozen=True)
 class KeptResponse:
-    """A response of the Responses API that a session can go on from.
+    """A response of the Responses API that a session can continue.
 
     Attributes:
-        messages: The conversation with the answer, without instructions, which are not carried on.
+        messages: The conversation with the answer, without instructions, which do not carry over.
         items: The answer's items by id.
     """
 
@@ -659,10 +662,10 @@ class Recording:
 
     Args:
         kept: Whether calls are kept; False for models that are not trained.
-        sink: Gets the calls too, before anything of them is sent; kept or not.
+        sink: Also receives the calls, before any part of them is sent, whether kept or not.
 
     Attributes:
-        tokens: Sampled tokens of all calls, of an earlier process too.
+        tokens: Sampled tokens of all calls, including those of an earlier process.
     """
 
     def __init__(self, session_id: str, *, kept: bool, sink: CallSink | None = None) -> None:
@@ -675,25 +678,25 @@ class Recording:
 
     @property
     def calls(self) -> tuple[Call, ...]:
-        """Undelivered ones too, with what the workflow said; empty where calls are not kept."""
+        """All calls, including undelivered ones, with their credit; empty if calls are not kept."""
         return tuple(map(self._credits.given_to, self._calls))
 
     @property
     def committed(self) -> int:
-        """How many calls there are."""
+        """Number of calls."""
         return len(self._calls)
 
     def for_workflow(self) -> list[RecordedCall]:
-        """The calls so far that were delivered."""
+        """The delivered calls so far."""
         return [RecordedCall(self._credits, call) for call in self._calls if not call.undelivered]
 
     def credit(self, call_id: str, what: str, value: Any) -> None:
-        """Take note of what a workflow in another process said about a call."""
+        """Set credit that a workflow in another process gave a call."""
         if not self._credits.sealed:
             self._credits.say(call_id, what, value)
 
     def add(self, calls: list[Call], request: str | None = None) -> None:
-        """Keep calls, all or none, of a request that may have an idempotency key."""
+        """Add the calls of a request, all or none; `request` is its idempotency key."""
         if calls and self._sink is not None:
             self._sink.add(calls, request)
         self.tokens += sum(call.usage.output_tokens for call in calls)
@@ -702,10 +705,10 @@ class Recording:
 
     @contextmanager
     def carrying(self, abandoned: Callable[[], list[Call]]) -> Iterator[None]:
-        """While the block runs a request is on its way.
+        """Register a request in progress while the block runs.
 
         Args:
-            abandoned: What it has sampled, if it ends before its calls are added.
+            abandoned: Returns what it has sampled, if it ends before its calls are added.
         """
         self.carried.append(abandoned)
         try:
@@ -714,7 +717,7 @@ class Recording:
             self._let_go(abandoned)
 
     def seal(self) -> None:
-        """Add no more calls but those that are abandoned by this."""
+        """Add no more calls, except those that this abandons."""
         for abandoned in list(self.carried):
             self._let_go(abandoned)
         self._credits.sealed = True
@@ -726,28 +729,28 @@ class Recording:
 
 
 class Session(Access):
-    """One attempt at a rollout: who it is and what it may ask for. `Gateway.open_session` makes it.
+    """One attempt at a rollout: its identity and limits. `Gateway.open_session` creates it.
 
     Attributes:
-        service: Whom its requests are answered with.
+        service: Engine and settings that answer its requests.
         host: The gateway that it is open at.
         id: The caller's name for it.
-        key: The API key that stands for it; cannot be guessed.
-        seed: Where the seeds of its calls come from.
-        defaults: What a request that does not say is sampled with.
-        limits: What it may ask for.
-        script: What it is answered from before anything is sampled, or None.
-        sink: What keeps its calls and replies beyond this process, or None.
-        other_names: What requests may give as `model` besides the gateway's name for it.
-        errors: What went wrong inside its calls that was not the caller's fault.
+        key: Its secret API key.
+        seed: Source of the seeds of its calls.
+        defaults: Sampling settings for requests that do not set them.
+        limits: Its limits.
+        script: Answers it before anything is sampled, or None.
+        sink: Stores its calls and replies outside this process, or None.
+        other_names: Accepted values of `model` besides the gateway's name for it.
+        errors: Internal failures of its calls.
         sealed: Whether it has ended.
         recording: Its calls.
-        results: What recorded functions returned in it.
-        in_flight: What is being generated.
-        conversations: What it has prompted and sampled, for the prompts that go on from there.
-        turns: In which its requests, as they come, make their prompts.
+        results: Results of its recorded functions.
+        in_flight: Its work in progress.
+        conversations: Its prompts and completions, for prompts that continue them.
+        turns: Lock that keeps its requests in order while they render their prompts.
         responses: Answers of the Responses API that can be continued by their id.
-        replays: Requests with an idempotency key, by that.
+        replays: Requests with an idempotency key, by that key.
     """
 
     def __init__(
@@ -788,76 +791,63 @@ class Session(Access):
 
     @property
     def calls(self) -> tuple[Call, ...]:
-        """As `recording` has them."""
         return self.recording.calls
 
     @property
     def model_name(self) -> str:
-        """The name that requests give as `model`."""
         return self.service.model_name
 
     @property
     def base_url(self) -> str:
-        """Where HTTP clients find the gateway; the first use opens the door."""
         return self.host.base_url
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and answer together."""
         return self.service.engine.capabilities.max_model_len
 
     @property
     def keeps_calls(self) -> bool:
-        """As `Recording.kept`."""
         return self.recording.kept
 
     def calls_so_far(self) -> list[RecordedCall]:
-        """As `Recording.for_workflow`."""
         return self.recording.for_workflow()
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """Tokens in the tokenizer's words, special ones left out."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
-        """Token ids of text as it is, or of messages in the chat template; shape [P]."""
         renderer = self.service.renderer
         text = prompt if isinstance(prompt, str) else renderer.render_text(prompt, [])
         return list(renderer.encode(text))
 
     @property
     def tokenizer(self) -> Any:
-        """The model's."""
         return self.service.renderer.tokenizer
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """Tokens that end a completion."""
         return self.service.engine.capabilities.end_ids
 
     @property
     def version(self) -> int:
-        """Updates that the weights have seen which sample the next token."""
         return self.service.engine.version
 
     async def complete_tokens(
         self, prompt_ids: Sequence[int], **settings: Any
     ) -> tuple[Generation, ...]:
-        """As `tuner.gateway.dialects.text.complete_tokens`."""
         return await self.host.complete_tokens(self, prompt_ids, **settings)
 
     async def at_home(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, done in the event loop that the engine is called in."""
+        """The result of `work`, run in the event loop that the engine is called in."""
         return await in_loop(self.host.home(), work)
 
     def warn_once(self, setting: str, sentence: str) -> None:
-        """Log that a setting of the user's agent is unsafe, once for all sessions of a gateway."""
         if setting not in self.host.warned:
             self.host.warned.add(setting)
             logger.warning("%s %s", setting, sentence)
 
     def seal(self) -> tuple[Call, ...]:
-        """End the session: cancel what is in flight, refuse what comes later.
+        """End the session: cancel work in progress, reject later requests.
 
         Returns:
             Its calls; none is added afterwards.
@@ -873,11 +863,7 @@ class Session(Access):
         return self.calls
 
     def check_model(self, model: str) -> None:
-        """Refuse a request for another model than the session's.
-
-        Raises:
-            RequestError: 404.
-        """
+        """Reject a request for another model than the session's."""
         if model not in (self.model_name, *self.other_names):
             raise RequestError(
                 f"model is {model!r}, but this key's model is {self.model_name!r}",
@@ -898,11 +884,12 @@ class Session(Access):
             n: Choices of each.
 
         Returns:
-            24 hex digits, for the id of the response; how many tokens each choice may sample at
-            most, None is no limit; and a seed for each choice of each prompt, in order.
+            24 hex digits, for the id of the response; the maximum number of tokens of each choice,
+                None
+            is no limit; and a seed for each choice of each prompt, in order.
 
         Raises:
-            RequestError: 401: the session was sealed; 403: it has used up its limits.
+            RequestError: 401: the session was sealed; 403: it has reached its limits.
         """
         if self.sealed:
             raise has_ended(self.id)
@@ -933,14 +920,14 @@ class Session(Access):
         return self.digest("id", self.id, *asked).hex()[:24], budget, seeds
 
     def resume(self, calls: Iterable[Call]) -> None:
-        """Count the calls of an earlier process, so that no id and no seed comes again."""
+        """Count the calls of an earlier process, so that no id and no seed repeats."""
         for call in calls:  # one request for each, which is enough
             self._admitted += 1
             self._asked[_digest(call.prompt_ids)] += 1
             self.recording.tokens += call.usage.output_tokens
 
     def digest(self, *parts: object) -> bytes:
-        """32 bytes that depend on the session's seed and `parts` alone: equal runs, equal bytes."""
+        """32 bytes that depend only on the session's seed and `parts`."""
         return hashlib.blake2b(repr((self.seed, *parts)).encode(), digest_size=32).digest()
 
     async def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
