@@ -1,9 +1,9 @@
-"""A gateway without a model: requests are answered from a recorded rollout by what they say.
+"""A gateway without a model: requests are answered from a recorded rollout by their content.
 
-There are no token ids, so no tokenizer, template or weights are needed. A request is a recorded
-one's if its messages, tools and settings are; what it gets is the recorded message, in whatever
-dialect it asks, streamed or not. What only a tokenizer knows is not compared: the grammar that a
-form comes to (`tool_choice`, `response_format`), `bad_words`, `chat_template_kwargs`.
+There are no token ids, so no tokenizer, template or weights are needed. A request matches a
+recorded one if its messages, tools and settings do; its answer is the recorded message, in any
+dialect, streamed or not. What only a tokenizer knows is not compared: the grammar of a form
+(`tool_choice`, `response_format`), `bad_words`, `chat_template_kwargs`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class MessageScript(Script):
 
     Args:
         trace, calls, beyond: As for a `Script`.
-        context: Tokens of prompt and answer together; None where it is not known, and then the
-            limit of an answer is not compared.
+        context: Maximum of prompt and answer tokens together; None if unknown, and then the limit
+            of an answer is not compared.
 
     Attributes:
-        relayed: Whether a model behind a URL answered: what it was sent is compared as it was sent.
+        relayed: Whether a remote model answered: requests are compared as they were sent.
 
     Raises:
         TunerError: As `Script`.
@@ -70,12 +70,12 @@ class MessageScript(Script):
         settings: Callable[[Call, int], SamplingParams],
         free: Collection[str],
     ) -> tuple[str, Mapping[int, Call]] | None:
-        """The id of a request's response and the calls that answer its choices; None: nobody does.
+        """The id of a request's response and the calls that answer its choices; None if none match.
 
         Args:
-            request: What is asked for.
-            settings: Of a choice, if the recorded call is its answer.
-            free: Settings that may be others than recorded.
+            request: The request.
+            settings: Settings of a choice, if the recorded call is its answer.
+            free: Settings that may differ from the recorded ones.
         """
         count = request.n * len(request.prompts or (None,))
 
@@ -95,7 +95,7 @@ class MessageScript(Script):
 
 
 def _says(request: CompletionRequest, one: RecordedRequest) -> bool:
-    """Whether messages, prompts and tools are a recorded request's."""
+    """Whether messages, prompts and tools equal a recorded request's."""
     call = one.calls[min(one.calls)]
     if request.prompts is not None:
         return all(
@@ -112,17 +112,17 @@ def _prompt(call: Call, at: int) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Without the fields that say nothing, which clients send or leave out as they like."""
+    """Without empty fields, which clients send or omit as they like."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items() if item is not None and item != []}
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
 class Playback(Gateway):
-    """Answers sessions that have a `MessageScript`, and nobody else.
+    """Answers sessions that have a `MessageScript`, and no others.
 
     Args:
-        model_name: What requests must give as `model`.
+        model_name: The `model` that requests must name.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -158,7 +158,7 @@ class Playback(Gateway):
 
 
 def _own(kind: type[Exchange], session: Session, role: str | None, body: bytes) -> Exchange:
-    """A request that a gateway of ours recorded."""
+    """A request that our gateway recorded."""
     exchange = kind(session, role, body)
     request, defaults = exchange.completion.request, session.defaults
     context = cast(MessageScript, session.script).context
@@ -174,7 +174,7 @@ def _own(kind: type[Exchange], session: Session, role: str | None, body: bytes) 
 
 
 def _relayed(session: Session, role: str | None, body: bytes) -> Exchange:
-    """A request that was handed on to a model behind a URL."""
+    """A request that was forwarded to a remote model."""
     exchange = _RelayedExchange(session, role, body)
     said = sampling_said(exchange.body)
     exchange.completion = _PlaybackRequest(exchange.completion, lambda *_: said, ())
@@ -182,10 +182,10 @@ def _relayed(session: Session, role: str | None, body: bytes) -> Exchange:
 
 
 class _RelayedExchange(ChatExchange):
-    """A chat completion of which little is read, as the relay reads it.
+    """A chat completion that is mostly forwarded unread, as the relay does.
 
     Attributes:
-        body: What was sent.
+        body: The request's body.
     """
 
     def __init__(self, session: Session, role: str | None, body: bytes) -> None:
@@ -202,11 +202,11 @@ class _RelayedExchange(ChatExchange):
 
 
 class _PlaybackRequest(Completion):
-    """A request that is answered by calls that were recorded.
+    """A request that is answered by recorded calls.
 
     Args:
         of: The request, not yet begun.
-        settings: What a choice asks for, if a recorded call is its answer.
+        settings: Settings of a choice, if a recorded call is its answer.
         free: Settings that are not compared.
     """
 
@@ -223,7 +223,7 @@ class _PlaybackRequest(Completion):
         self._calls: Mapping[int, Call] = {}
 
     def sampling(self, call: Call, index: int, context: int) -> SamplingParams:
-        """What the request asks for, if `call` is what was recorded of choice `index`."""
+        """The requested settings, if `call` is the recorded answer of choice `index`."""
         room = context - len(call.prompt_ids)
         return self._sampling(room, call.sampling.seed, index % self.request.n, grammar="")
 
@@ -248,7 +248,7 @@ class _PlaybackRequest(Completion):
         self.started = min(call.started for call in self._calls.values())
 
     async def _nothing(self) -> None:
-        """What is not known is never answered; the session's end ends it."""
+        """An unknown request is never answered; the session's end ends it."""
         await self.session.run(asyncio.Event().wait)
 
     @property
@@ -272,11 +272,7 @@ class _PlaybackRequest(Completion):
         return _tool_call_ids(self._calls[index])[place]
 
     def _told(self) -> Answer:
-        """The recorded answer, committed.
-
-        Raises:
-            RequestError: 401: the session was sealed.
-        """
+        """The recorded answer, committed."""
         said_now = {"reward": None, "gained": None, "excluded": False, "masked": ()}
         again = [
             replace(
@@ -298,7 +294,7 @@ class _PlaybackRequest(Completion):
 
 @dataclass(frozen=True)
 class _ToldAnswer(Answer):
-    """An answer that cost what it cost when it was recorded."""
+    """An answer with the cost of its recording."""
 
     usage: Usage
 
@@ -313,7 +309,7 @@ class _ToldAnswer(Answer):
 
 @dataclass(frozen=True)
 class _ToldChoice(Choice):
-    """A choice whose message is given back as it was."""
+    """A choice whose message is replayed."""
 
     said: Mapping[str, Any]
 
@@ -323,7 +319,7 @@ class _ToldChoice(Choice):
 
 
 def _choice(index: int, call: Call, *, text: bool) -> Choice:
-    """A recorded call as the choice that it was; its text only where that is all there is."""
+    """A recorded call as a choice; with its text only if there is nothing else."""
     reason = FINISH_REASONS.get(call.finish_reason, "stop")
     parsed = _parsed(call)
     return _ToldChoice(
@@ -369,7 +365,7 @@ def _tool_call_ids(call: Call) -> tuple[str, ...]:
 
 
 def _usage(calls: Mapping[int, Call]) -> Usage:
-    """What a request read and wrote: a prompt that several choices share counts once."""
+    """Tokens of a request: a prompt shared by several choices counts once."""
     wrote = sum((call.usage for call in calls.values()), Usage()).output_tokens
     if any(call.billed is not None for call in calls.values()):
         return Usage(sum(call.usage.input_tokens for call in calls.values()), wrote)
@@ -377,13 +373,13 @@ def _usage(calls: Mapping[int, Call]) -> Usage:
 
 
 class _Silence:
-    """In place of an engine: every setting may be asked for, and nothing is sampled."""
+    """In place of an engine: supports every setting, and samples nothing."""
 
     capabilities = EngineCapabilities(max_model_len=_MANY, grammars=True, every_setting=True)
 
 
 class _AnyForm:
-    """In place of a chat form: it reads every setting, and knows no tokens."""
+    """In place of a chat renderer: accepts every setting, and knows no tokens."""
 
     no_tools = None
     tokenizer = range(_MANY)

@@ -1,4 +1,4 @@
-"""A worker as its run has it, and what both tell each other."""
+"""A worker as seen by its run, and their messages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tuner.tasks.functions import JudgeOutput, WorkflowOutput
 from tuner.tasks.loading import worker_path
 from tuner.traces import Outcome
 
-# What a run and its workers tell each other, over one private pair of sockets for each worker.
+# Messages between a run and its workers, over one private pair of sockets for each worker.
 #
 #     the run                                   a worker
 #     Setup, once          ------------------>  loads the functions
@@ -42,21 +42,21 @@ from tuner.traces import Outcome
 #                          <------------------  RunResult, or RunFailure
 #     AttemptEnd           ------------------>  the attempt has ended
 #
-# Each is a pickle behind its length. Both ends are processes of one user and one version of this
-# package, and nobody else has the sockets.
+# Each is a pickle after its length. Both ends are processes of one user and one version of this
+# package, and no other process has the sockets.
 
 
 _LENGTH = struct.Struct(">Q")
 
 
 class Setup(NamedTuple):
-    """What a worker is for.
+    """Configuration of a worker.
 
     Attributes:
         workflow, judge: As `ship_together` names them.
         path: `sys.path` of the run; None on another machine, which has its own.
-        levels: Of its loggers, by name.
-        timeout: Seconds that code may keep the event loop.
+        levels: Levels of its loggers, by name.
+        timeout: Seconds that code may block the event loop.
     """
 
     workflow: str
@@ -86,7 +86,7 @@ class RemoteAuxiliary(NamedTuple):
 
 
 class AttemptStart(NamedTuple):
-    """An attempt at a rollout, or a group that is judged.
+    """An attempt at a rollout, or a group to judge.
 
     Attributes:
         auxiliary: Its auxiliary models by name.
@@ -109,7 +109,7 @@ class FunctionRun(NamedTuple):
     Attributes:
         role: "workflow", "judge" or "group_judge".
         feedback: For the workflow.
-        responses: Numbers of the responses that are judged; None is a response that is None.
+        responses: Numbers of the responses to judge; None is a response that is None.
     """
 
     call: int
@@ -125,17 +125,17 @@ class RunCancellation(NamedTuple):
 
 
 class ResponseRelease(NamedTuple):
-    """Nobody asks for this response any more."""
+    """Release a response."""
 
     response: int
 
 
 class StopOrder(NamedTuple):
-    """End."""
+    """Stop the worker."""
 
 
 class WorkflowReturn(NamedTuple):
-    """What a workflow returned; its response stays in the worker, under a number."""
+    """A workflow returned; its response stays in the worker, under a number."""
 
     reward: float | None
     metrics: dict[str, float] | None
@@ -144,10 +144,10 @@ class WorkflowReturn(NamedTuple):
 
 
 class RunResult(NamedTuple):
-    """A function returned: `WorkflowReturn`, or what `JudgeOutput`s are made of.
+    """A function returned: `WorkflowReturn`, or the fields of `JudgeOutput`s.
 
     Attributes:
-        cpu: Seconds of CPU that the worker and its children have used since it was ready.
+        cpu: CPU seconds that the worker and its children have used since it was ready.
     """
 
     call: int
@@ -156,12 +156,12 @@ class RunResult(NamedTuple):
 
 
 class RunFailure(NamedTuple):
-    """A function did not return.
+    """A function failed.
 
     Attributes:
-        mistake: Why the function is wrong, which ends the run; else None.
+        mistake: Why the function itself is wrong, which ends the run; else None.
         cancelled: Whether it was cancelled, or cancelled itself.
-        outcome, described, place: As `RemoteFailure` has them.
+        outcome, described, place: As in `RemoteFailure`.
     """
 
     call: int
@@ -173,7 +173,7 @@ class RunFailure(NamedTuple):
     place: str | None = None
 
     def error(self) -> BaseException:
-        """What the call raises in the run's process."""
+        """The exception for the run's process."""
         if self.cancelled:
             return asyncio.CancelledError()
         if self.mistake is not None:
@@ -188,19 +188,19 @@ class WorkerLog(NamedTuple):
 
 
 def framed(message: Any) -> bytes:
-    """A message as it is sent."""
+    """A message with its length."""
     data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return _LENGTH.pack(len(data)) + data
 
 
 class Frames:
-    """What has arrived, as messages."""
+    """Received data, as messages."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     def added(self, data: bytes) -> list[Any]:
-        """The messages that are complete with this."""
+        """The messages that are complete with this data."""
         self._data += data
         found = []
         while len(self._data) >= _LENGTH.size:
@@ -212,26 +212,26 @@ class Frames:
         return found
 
 
-# A worker as its run has it.
+# A worker as seen by its run.
 
 
 PATIENCE = 2 * GRACE
-"""Seconds after which a worker that does not end what it is told to is ended itself."""
+"""Seconds after which a worker is killed that does not end what it should."""
 
 
 class Worker(ABC):
-    """Something that calls the user's functions. To be made where an event loop runs.
+    """Calls the user's functions. Create it where an event loop runs.
 
     Args:
-        on_end: Is told, once, that it has ended.
+        on_end: Called once when it has ended.
 
     Attributes:
-        attempts: Those it has.
-        ready: Done once its functions are loaded; raises TunerError where they cannot be, and
-            `RemoteFailure` where it died before.
+        attempts: Its current attempts.
+        ready: Done once its functions are loaded; raises TunerError if they cannot be, and
+            `RemoteFailure` if it died before.
         ended: Done once it has ended.
-        cpu: Seconds of CPU that its functions took.
-        lost: Whether it is its machine that was lost, and nothing that it did.
+        cpu: CPU seconds of its functions.
+        lost: Whether its machine was lost, rather than the worker failing.
     """
 
     lost = False
@@ -251,48 +251,48 @@ class Worker(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """What messages call it."""
+        """Name for messages."""
 
     @property
     @abstractmethod
     def pid(self) -> int:
-        """Its process, by its number; 0 where it is not known."""
+        """Its process id; 0 if unknown."""
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked."""
+        """Whether it can be used."""
         return self._killed_for is None and not self.ended.done()
 
     @abstractmethod
     def _send(self, data: bytes) -> None:
-        """To be sent when there is room; into the void where it has ended."""
+        """Queue data for sending; discarded if it has ended."""
 
     @abstractmethod
     def _kill(self) -> None:
-        """End it at once, with all that its functions began."""
+        """End it at once, with everything that its functions started."""
 
     @abstractmethod
     def _how(self) -> str:
-        """How it ended by itself, as what follows its name."""
+        """How it ended by itself, as the continuation of its name."""
 
     def send(self, message: Any) -> None:
-        """To be sent when there is room; into the void where it has ended."""
+        """Queue a message for sending; discarded if it has ended."""
         self._send(framed(message))
 
     def forget(self, response: int) -> None:
-        """Nobody asks for a response any more; in any thread."""
+        """Release a response; in any thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self.send, ResponseRelease(response))
 
     async def call(self, run: FunctionRun, session: Session) -> Any:
-        """What a function returned.
+        """The result of a function.
 
-        Cancelled, it seals the session, has the function cancelled, and waits until it has ended;
-        a worker that does not answer because its event loop is kept is killed.
+        If cancelled, it seals the session, has the function cancelled, and waits until it has
+        ended; a worker that does not answer because its event loop is blocked is killed.
 
         Raises:
-            Elsewhere: How the function failed, or that the worker died.
-            FunctionError: The function is wrong.
+            RemoteFailure: The function failed, or the worker died.
+            FunctionError: The function itself is wrong.
         """
         if not self.alive:
             raise self._death()
@@ -358,17 +358,17 @@ class Worker(ABC):
 
     @property
     def how_it_ended(self) -> str:
-        """In a sentence, with its last words."""
+        """A sentence, with its last words."""
         if self._killed_for is not None:
             return f"{self.name} was stopped: {self._killed_for}"
         return f"{self.name} {self._how()}"
 
     def _death(self) -> RemoteFailure:
-        """What its rollouts hear of that."""
+        """The failure of its rollouts."""
         return RemoteFailure(Outcome.WORKER_DIED, f"its {self.how_it_ended}")
 
     def kill(self, why: str) -> None:
-        """End it at once, with all that its functions began."""
+        """End it at once, with everything that its functions started."""
         if self.alive:
             self._killed_for = why
             self._kill()
@@ -384,12 +384,12 @@ class Worker(ABC):
 
 
 class HeldResponse:
-    """A response that is where the workflow returned it.
+    """A response that stays where the workflow returned it.
 
     Args:
-        worker: Where that is.
-        number: Of the response; None where it is None.
-        text: As people read it.
+        worker: The worker that has it.
+        number: Its number; None if the response is None.
+        text: Its readable text.
     """
 
     def __init__(self, worker: Worker, number: int | None, text: str) -> None:
@@ -408,11 +408,11 @@ class WorkerCaller:
     """Calls the functions in a worker.
 
     Args:
-        worker: Which.
+        worker: The worker.
         attempt: The number of the attempt there.
-        session: The attempt's.
-        numbers: Gives numbers.
-        judged: Is told that its group is.
+        session: The attempt's session.
+        numbers: Source of numbers.
+        judged: Called when its group is judged.
     """
 
     worker: Worker
@@ -461,14 +461,14 @@ _WORDS = 600
 
 
 class ChildProcess:
-    """A process of `tuner.rollouts.worker_child`, and all that it begins.
+    """A process of `tuner.rollouts.worker_child`, with everything that it starts.
 
     Args:
-        printed: Gets, in a thread, "stdout" or "stderr" and what is written there, line by line.
-        ended: Is told, in a thread, that it has ended and all of that was passed on.
+        printed: Called in a thread with "stdout" or "stderr" and each line written there.
+        ended: Called in a thread when it has ended and all output was passed on.
 
     Attributes:
-        connection: Our end of its line.
+        connection: Our end of its socket pair.
     """
 
     def __init__(self, printed: Callable[[str, str], object], ended: Callable[[], object]) -> None:
@@ -504,13 +504,13 @@ class ChildProcess:
         return f"{how}{': ' if words else ''}{words}"
 
     def kill(self) -> None:
-        """End it at once, with all that it began; nothing where that is done."""
+        """End it at once, with everything that it started; no-op if that is done."""
         if not self._over:
             with contextlib.suppress(OSError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def _watch(self) -> None:
-        """In a thread: pass on what it prints, and see it end."""
+        """In a thread: pass on its output, and wait for its end."""
         pairs = (self._process.stdout, "stdout"), (self._process.stderr, "stderr")
         threads = [
             threading.Thread(target=self._pass_on, args=pair, name="tuner-worker", daemon=True)
@@ -519,8 +519,8 @@ class ChildProcess:
         for thread in threads:
             thread.start()
         self._process.wait()
-        self.kill()  # what its functions began
-        self._over = True  # its number may be another one's from now on
+        self.kill()  # processes that its functions started
+        self._over = True  # its number may be reused from now on
         for thread in threads:
             thread.join(timeout=1)
         self._ended()
@@ -535,11 +535,11 @@ class ChildProcess:
 
 
 class WorkerProcess(asyncio.Protocol, Worker):
-    """One process that calls the user's functions. To be made where an event loop runs.
+    """One process that calls the user's functions. Create it where an event loop runs.
 
     Args:
-        setup: What it is for.
-        on_end: Is told, once, that it has ended.
+        setup: Its configuration.
+        on_end: Called once when it has ended.
     """
 
     def __init__(self, setup: Setup, on_end: Callable[[WorkerProcess], None]) -> None:
@@ -611,13 +611,13 @@ class WorkerProcess(asyncio.Protocol, Worker):
 
 
 def print_here(target: str, text: str) -> None:
-    """Write what a worker wrote, in any thread."""
+    """Write a worker's output, in any thread."""
     with contextlib.suppress(ValueError, OSError):  # closed
-        getattr(sys, target).write(text)  # a console or a notebook may be before it
+        getattr(sys, target).write(text)  # it may be a console or a notebook
 
 
 def last_words(lines: Iterable[str]) -> str:
-    """What a process wrote before it died, on one line; of a crash, where the code was in it."""
+    """Output of a process before it died, on one line; for a crash, the place in the code."""
     said = [line.strip() for line in lines if line.strip()]
     fatal = [index for index, line in enumerate(said) if line.startswith("Fatal Python error")]
     if fatal:

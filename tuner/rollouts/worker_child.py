@@ -1,4 +1,4 @@
-"""A worker: calls the user's functions for a run in another process, and ends with that.
+"""A worker: calls the user's functions for a run in another process, and ends with the run.
 
 Started as `python -m tuner.rollouts.worker_child FD`, where FD is its end of a pair of sockets.
 """
@@ -58,7 +58,7 @@ _CHUNK = 1 << 18
 
 
 class Line:
-    """A worker's end of the line to its run.
+    """A worker's connection to its run.
 
     Args:
         connection: The socket.
@@ -77,8 +77,8 @@ class Line:
         return self._arrived.pop(0)
 
     def listen(self, hear: Callable[[Any], object]) -> None:
-        """From now on `hear` gets messages, in a thread: the end of the run ends code that keeps
-        the event loop, too."""
+        """From now on pass messages to `hear`, in a thread: the end of the run also ends code that
+        blocks the event loop."""
         threading.Thread(target=self._listen, args=(hear,), name="tuner-line", daemon=True).start()
 
     def send(self, message: Any) -> None:
@@ -98,25 +98,25 @@ class Line:
             data = self._socket.recv(_CHUNK)
         except OSError:
             data = b""
-        if not data:  # the run is gone, whatever became of it; and so is all that was begun here
+        if not data:  # the run is gone, and so is everything that was started here
             os.killpg(os.getpgrp(), signal.SIGKILL)
         return data
 
 
 @dataclass
 class AttemptInWorker:
-    """An attempt at a rollout, or a group that is judged, and who calls its functions."""
+    """An attempt at a rollout, or a group to judge, and the caller of its functions."""
 
     session: RemoteSession
     caller: InProcessFunctions
 
 
 class Child:
-    """Calls functions as it is told to.
+    """Calls functions as the run requests.
 
     Args:
-        line: To the run.
-        setup: What the worker is for.
+        line: Connection to the run.
+        setup: Configuration of the worker.
         workflow, judge: The user's functions.
     """
 
@@ -133,7 +133,7 @@ class Child:
         self._stopped = asyncio.Event()
 
     async def work(self) -> None:
-        """Until it is stopped."""
+        """Run until stopped."""
         loop = asyncio.get_running_loop()
 
         def hear(message: Any) -> None:
@@ -177,7 +177,7 @@ class Child:
     def _auxiliary(self, name: str, opened: SharedSession | RemoteAuxiliary) -> Any:
         if isinstance(opened, SharedSession):
             return chat_model(RemoteSession(opened), kind=self._setup.kind)
-        if name not in self._remotes:  # whose client holds back for all rollouts
+        if name not in self._remotes:  # whose client obeys rate limits for all rollouts
             model = remote_chat_model(
                 base_url=opened.model.base_url,
                 api_key=opened.key,
@@ -238,7 +238,7 @@ def _cpu_seconds() -> float:
 
 
 class RunLogHandler(logging.handlers.QueueHandler):
-    """Sends records to the run, whose handlers write them."""
+    """Sends log records to the run, whose handlers write them."""
 
     def __init__(self, line: Line) -> None:
         super().__init__(None)  # type: ignore[arg-type]  # there is no queue
@@ -257,7 +257,7 @@ def _log_to(line: Line, levels: Mapping[str, int]) -> None:
 
 
 def main(descriptor: int) -> None:
-    """A worker's life."""
+    """Run a worker."""
     os.set_inheritable(descriptor, False)
     raise_file_limit()
     faulthandler.enable()  # its last words, should a library crash
@@ -269,7 +269,8 @@ def main(descriptor: int) -> None:
     try:
         workflow, judge = load_together(setup.workflow, setup.judge)
         load_kind(setup.kind)
-        importlib.import_module("tuner.gateway.clients")  # else the first call would, and its time
+        # otherwise the first call would, within its time limit
+        importlib.import_module("tuner.gateway.clients")
     except Exception as error:
         line.send(LoadFailure(f"{type(error).__name__}: {error}"))
         return
@@ -284,4 +285,4 @@ if __name__ == "__main__":
     main(int(sys.argv[1]))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # no thread that a function left behind keeps it
+    os._exit(0)  # no thread left by a function delays the exit

@@ -1,4 +1,4 @@
-"""The workers of a run: which of them runs what, and what becomes of one that dies."""
+"""The workers of a run: which worker runs what, and replacing those that die."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ from tuner.traces import RolloutId
 
 # Workers on the machines of a Ray cluster.
 #
-# Ray says where they run and notices when one is lost; it also carries what run and worker tell
-# each other. What sessions are asked goes to the gateway by HTTP, as on one machine.
+# Ray places them and detects lost ones; it also carries the messages between run and worker.
+# Requests to sessions go to the gateway by HTTP, as on one machine.
 
 
 logger = logging.getLogger("tuner.rollout")
@@ -62,7 +62,7 @@ _WORDS = 160
 
 
 class ProcessStart(NamedTuple):
-    """The process has begun."""
+    """The process has started."""
 
     address: str
     pid: int
@@ -82,13 +82,13 @@ class ProcessEnd(NamedTuple):
 
 
 class WorkerRelay:
-    """The actor beside a worker's process: hands on what the two ends of its line say.
+    """The actor next to a worker's process: forwards the messages of both ends.
 
     Args:
-        version: Of this package, where the run is.
+        version: Version of this package on the run's machine.
 
     Raises:
-        RuntimeError: It is another one here.
+        RuntimeError: The version here differs.
     """
 
     def __init__(self, version: str) -> None:
@@ -101,7 +101,8 @@ class WorkerRelay:
         self._writer: asyncio.StreamWriter | None = None
 
     async def hear(self, number: int, data: bytes) -> None:
-        """Give the process what the run says; numbers are its order, whatever Ray's is."""
+        """Forward data from the run to the process; numbers give its order, since Ray may
+        change it."""
         self._heard[number] = data
         self._hand_on()
 
@@ -111,7 +112,7 @@ class WorkerRelay:
             self._next += 1
 
     async def said(self) -> AsyncIterator[ProcessStart | bytes | ProcessOutput | ProcessEnd]:
-        """Run the process, and give what it says, in its order, to its end."""
+        """Run the process, and yield its messages in order, until its end."""
         import ray
 
         loop = asyncio.get_running_loop()
@@ -129,7 +130,7 @@ class WorkerRelay:
             reader, self._writer = await asyncio.open_unix_connection(sock=child.connection)
             self._hand_on()
             reading = loop.create_task(_read(reader, items))
-            # It may have closed its line and live on.
+            # It may have closed its connection without ending.
             reading.add_done_callback(lambda _: loop.call_later(1.0, child.kill))
             while not isinstance(item := await items.get(), ProcessEnd):
                 yield item
@@ -152,8 +153,8 @@ class RayPlacement:
     """How Ray places workers.
 
     Args:
-        address: Of the cluster.
-        section: What each of them asks for.
+        address: Address of the cluster.
+        section: Resources of each worker.
     """
 
     address: str
@@ -174,18 +175,18 @@ class RayPlacement:
         actor = ray.remote(WorkerRelay).options(
             num_cpus=self.section.cpus,
             resources=self.section.resources,
-            max_restarts=0,  # a worker that is lost is replaced, by another one
+            max_restarts=0,  # a lost worker is replaced by a new one
             max_task_retries=0,
         )
         return RayWorker(actor.remote(metadata.version(PACKAGE)), setup, on_end)
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """Ray for the time of the block, from this process.
+        """Connect this process to Ray while the block runs.
 
         Raises:
-            MissingDependencyError: It is not installed.
-            ConfigError: There is no cluster at the address, or this process is in one already.
+            MissingDependencyError: Ray is not installed.
+            ConfigError: There is no cluster at the address, or this process is already in one.
         """
         try:
             import ray
@@ -216,7 +217,7 @@ class RayPlacement:
             ray.shutdown()
 
     def count(self, most: int) -> int:
-        """How many there are: as the file says, or as the cluster as it is now has room for."""
+        """Number of workers: as configured, or as many as the cluster has room for now."""
         import ray
 
         if self.section.workers is not None:
@@ -226,7 +227,7 @@ class RayPlacement:
         return max(1, min(most, int(room)))
 
     def offers(self) -> str:
-        """What the cluster has of what a worker asks for, in a sentence."""
+        """The cluster's free resources of the kinds that a worker needs, in a sentence."""
         import ray
 
         found, free = ray.cluster_resources(), ray.available_resources()
@@ -236,10 +237,10 @@ class RayPlacement:
         return f"the cluster has free {has}"
 
     def opening(self, number: int = 0) -> Opening:
-        """Where the door of a run's gateway is: the policy's, or that of another model after it.
+        """Address of a gateway's server: the policy's, or an auxiliary model's after it.
 
         Raises:
-            ConfigError: This machine does not know the address.
+            ConfigError: This machine cannot resolve the address.
         """
         where = urlsplit(f"//{self.section.gateway}")
         host = where.hostname or ""
@@ -254,7 +255,7 @@ class RayPlacement:
         return Opening(host, port, names=frozenset(names))
 
     def open(self, gateway: Gateway) -> None:
-        """Let a gateway listen, before a rollout fails of that.
+        """Start a gateway's server, before a rollout would fail without it.
 
         Raises:
             ConfigError: It cannot.
@@ -272,7 +273,7 @@ class RayPlacement:
         )
 
     def reached(self, base_url: str) -> str:
-        """What workers ask for a door of ours."""
+        """The URL that workers use for one of our servers."""
         return self.section.base_url or base_url
 
 
@@ -281,8 +282,8 @@ class RayWorker(Worker):
 
     Args:
         actor: Its `WorkerRelay`.
-        setup: What it is for.
-        on_end: Is told, once, that it has ended.
+        setup: Its configuration.
+        on_end: Called once when it has ended.
     """
 
     def __init__(self, actor: Any, setup: Setup, on_end: Callable[[RayWorker], None]) -> None:
@@ -314,7 +315,7 @@ class RayWorker(Worker):
         task.add_done_callback(self._sending.discard)
 
     async def _heard(self, answer: Any) -> None:
-        """A message that does not arrive leaves a worker that nobody can trust."""
+        """A worker that misses a message cannot be trusted any more."""
         from ray.exceptions import RayError
 
         try:
@@ -361,23 +362,23 @@ class RayWorker(Worker):
 
 
 def _cause(error: Exception) -> str | None:
-    """What was raised in the actor; None: it is Ray that has lost it."""
+    """The exception raised in the actor; None: Ray has lost it."""
     causes = [line.strip() for line in str(error).splitlines() if "Error: " in line]
     causes = [line for line in causes if "ray.exceptions" not in line and "RpcError" not in line]
     return causes[-1] if causes else None
 
 
 def _said(error: Exception) -> str:
-    """The first line of an error of Ray's, which has a paragraph of advice."""
+    """The first line of Ray's error, which has a paragraph of advice."""
     text = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return text if len(text) <= _WORDS else f"{text[:_WORDS]}..."
 
 
 def require_answer(address: str) -> None:
-    """Refuse an address where nobody listens; Ray itself would ask there for minutes.
+    """Reject an address where nothing listens; Ray itself would try for minutes.
 
     Raises:
-        ConfigError: Nobody does.
+        ConfigError: Nothing listens there.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -389,16 +390,16 @@ def require_answer(address: str) -> None:
 
 
 def not_joined(address: str, why: str) -> ConfigError:
-    """The refusal of an address."""
+    """The error for an address."""
     return ConfigError(
         f"cluster.ray_address is {address!r}, where no Ray cluster can be joined: {why}"
     )
 
 
 MOST_STARTS = 3
-"""Workers one after the other that may die before they have loaded the functions."""
+"""Number of consecutive workers that may die before they have loaded the functions."""
 _PLACED = 60.0
-"""Seconds after which those that a cluster has placed begin, without the others."""
+"""Seconds after which the workers that a cluster has placed start without the others."""
 _FOUND = 300.0
 """Seconds that a cluster may have no worker at all."""
 
@@ -408,17 +409,17 @@ class Pool:
     """Processes that run the workflow and the judge.
 
     Args:
-        count: How many.
+        count: Their number.
         workflow, judge: The user's functions.
         kind: The framework of the chat models.
-        timeout: Seconds that code may keep an event loop.
-        open_choice: Whether `settle` decides how many there are.
+        timeout: Seconds that code may block an event loop.
+        open_choice: Whether `settle` decides their number.
         may_stop: Whether it may decide for none.
-        placing: Where they are, unless on this machine.
+        placing: Where they run, if not on this machine.
 
     Raises:
-        FunctionError: A function cannot be sent to another process; names what cannot.
-        ConfigError: There are no such processes on this system.
+        FunctionError: A function cannot be sent to another process; names the cause.
+        ConfigError: This system has no such processes.
     """
 
     count: int
@@ -457,10 +458,10 @@ class Pool:
         return f"{found}; after the first step it is decided anew" if self.open_choice else found
 
     def looked_at(self) -> str:
-        """What there is for them, in a sentence; a cluster is joined for that, and left.
+        """The available resources, in a sentence; joins and leaves a cluster for that.
 
         Raises:
-            ConfigError: It cannot be joined, or this machine cannot listen where they would ask.
+            ConfigError: The cluster cannot be joined, or this machine cannot listen for workers.
         """
         if self.placing is None:
             return str(self)
@@ -470,11 +471,11 @@ class Pool:
             return f"{self}; {self.placing.offers()}"
 
     def settle(self, rollouts: int, seconds: float) -> str | None:
-        """Decide how many workers there are from now on, once, and say why.
+        """Decide, once, the number of workers from now on, and say why.
 
         Args:
-            rollouts: Of the first step.
-            seconds: That they took.
+            rollouts: Number of rollouts in the first step.
+            seconds: Their duration.
         """
         if not self.open_choice or not rollouts:
             return None
@@ -492,7 +493,7 @@ class Pool:
         )
 
     def _retire(self, worker: Worker) -> None:
-        """Give it nothing more; it ends when it has nothing left to do."""
+        """Give it no more work; it ends when it is idle."""
         self._retired.add(worker)
         if not worker.attempts:
             task = asyncio.get_running_loop().create_task(worker.aclose())
@@ -501,28 +502,29 @@ class Pool:
 
     @property
     def cpu(self) -> float:
-        """Seconds of CPU that the functions have taken so far, in all workers."""
+        """CPU seconds of the functions so far, in all workers."""
         return self._spent + sum(worker.cpu for worker in self._workers)
 
     def cpu_since(self) -> float:
-        """Seconds of CPU that they have taken since this was last asked."""
+        """Their CPU seconds since the last call."""
         before, self._asked = self._asked, self.cpu
         return self._asked - before
 
     @property
     def pids(self) -> list[int]:
-        """The processes, by their numbers."""
+        """The process ids."""
         return [worker.pid for worker in self._workers]
 
     def start(self, gateways: Sequence[Gateway] = ()) -> None:
-        """Begin to start the workers.
+        """Start the workers in the background.
 
         Args:
-            gateways: What workers on other machines will ask, by HTTP.
+            gateways: The gateways that workers on other machines use, by HTTP.
 
         Raises:
             ConfigError: They are on a cluster that cannot be joined, or this machine cannot listen
-                where they would ask.
+                for
+                them.
         """
         if not self._begun and not self._closed:
             if self.placing is not None:
@@ -549,7 +551,7 @@ class Pool:
         return WorkerProcess(sent, self._replace)
 
     def _replace(self, worker: Worker) -> None:
-        """One has ended; another one begins, if that is of use."""
+        """A worker has ended; start another one if that makes sense."""
         self._workers.remove(worker)
         self._retired.discard(worker)
         self._spent += worker.cpu
@@ -577,7 +579,7 @@ class Pool:
     async def calling(
         self, session: Session, auxiliary: Mapping[str, Any], id: RolloutId, *, seed: int | None
     ) -> AsyncIterator[WorkerCaller]:
-        """A caller for the time of the block.
+        """A caller while the block runs.
 
         Raises:
             WorkerError: No worker starts.
@@ -619,10 +621,10 @@ class Pool:
         )
 
     async def _place(self, group: tuple[str, int, int]) -> Worker:
-        """The worker that has least to do; where groups are judged together, that of the group."""
+        """The least busy worker; if groups are judged together, that of the group."""
         self.start()
         if starting := [one.ready for one in self._begun if not one.ready.done()]:
-            # Else the first one that is there gets all.
+            # Otherwise the first one that is ready would get everything.
             _, late = await asyncio.wait(starting, timeout=self._left(self._started_at + _PLACED))
             if late and self.placing is not None and not self._told:
                 self._told = True
@@ -662,7 +664,7 @@ class Pool:
             await asyncio.sleep(0)
 
     def _left(self, deadline: float) -> float | None:
-        """Seconds until then; None: on this machine workers begin, or die."""
+        """Seconds until then; None: workers on this machine start, or die."""
         return None if self.placing is None else max(0.0, deadline - time.monotonic())
 
     async def aclose(self) -> None:
@@ -674,7 +676,7 @@ class Pool:
 
 
 def opening_of(workers: Pool | None, number: int = 0) -> Opening | None:
-    """Where the door of the gateway with this number is, for workers; None: on loopback."""
+    """Address of the server of the gateway with this number, for workers; None: on loopback."""
     if workers is None or workers.placing is None:
         return None
     return workers.placing.opening(number)
@@ -686,7 +688,7 @@ def pool_of(
     judge: Callable[..., Any] | None,
     kind: ChatModelKind,
 ) -> Pool | None:
-    """The workers that a configuration asks for, which have not started; None: it wants none.
+    """The configured workers, not started; None: there are none.
 
     Raises:
         FunctionError, ConfigError: As `Pool`.
@@ -714,18 +716,18 @@ def pool_of(
 
 
 LIGHT = 0.1
-"""Cores that functions keep busy, below which it is not worth a process to run them in."""
+"""Number of busy cores below which functions are not worth a process."""
 _ROOM = 1.5
-"""Workers for each core that functions keep busy: they wait for each other, and come in bursts."""
+"""Workers for each busy core: they wait for each other, and work comes in bursts."""
 
 
 def count_for(used: float, *, most: int, fewest: int) -> int:
-    """How many workers functions want that keep so many cores busy."""
+    """Number of workers for functions that keep `used` cores busy."""
     if used < LIGHT:
         return fewest
     return max(1, min(most, math.ceil(used * _ROOM)))
 
 
 def cores() -> int:
-    """How many this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

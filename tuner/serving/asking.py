@@ -1,6 +1,5 @@
-"""What can be asked of the control API, and when it is asked again; clients send it. And the
-clients of openai and anthropic that an agent gets for a session.
-"""
+"""Requests of the control API with their retries, which the clients send; and the clients of openai
+and anthropic for an agent's session."""
 
 from __future__ import annotations
 
@@ -20,36 +19,36 @@ import pydantic
 
 from tuner.errors import MissingDependencyError, ServingError
 
-# What the control API answers with: one definition for the server and its clients.
+# Answers of the control API: one definition for the server and its clients.
 
 
 class ServeAnswer(pydantic.BaseModel):
-    """What the API answers; a client leaves out what a newer server says beside it."""
+    """An answer of the API; a client ignores additional fields of a newer server."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="ignore")
 
 
 class SessionInfo(ServeAnswer):
-    """A session as the server has it. Times are Unix seconds.
+    """A session's state. Times are Unix seconds.
 
     Attributes:
-        id: Its name; later sessions have later names.
-        application: Whose it is; None is the admin's.
-        group: What its opener named: sessions of one group are compared with each other.
-        task: What its opener gave: a row, as `tune()` gets it.
-        metadata: Anything else that was given.
-        tags: What lists can be filtered by.
-        state: Whether it takes calls.
-        opened, last_call, ended: When; None where it has not happened.
-        calls: How many are stored.
-        sampled_tokens: Of all calls.
+        id: Its id; later sessions have later ids.
+        application: Its application; None is the admin.
+        group: The group it was opened with: sessions of one group are compared with each other.
+        task: The task it was opened with: a row, as `tune()` gets it.
+        metadata: Metadata it was opened with.
+        tags: Tags for filtering lists.
+        state: Whether it accepts calls.
+        opened, last_call, ended: Times; None if it has not happened.
+        calls: Number of stored calls.
+        sampled_tokens: Sampled tokens of all calls.
         versions: The lowest and highest version of the weights that sampled a token of it.
-        reward: The last one given to the session.
-        call_rewards: The last one given to each call, by its id.
-        feedback: The last words given with or without a reward.
+        reward: The session's last reward.
+        call_rewards: The last reward of each call, by its id.
+        feedback: The last feedback given with or without a reward.
         judged: Whether it or a call has a reward.
         trained: Whether an update has used it.
-        redacted: How many calls were stored without their tokens.
+        redacted: Number of calls stored without their tokens.
     """
 
     id: str
@@ -74,19 +73,19 @@ class SessionInfo(ServeAnswer):
 
 
 class CallInfo(ServeAnswer):
-    """A recorded call, for people; `export` has its tokens.
+    """A recorded call, readable; `export` has its tokens.
 
     Attributes:
-        id: Of the response, with the number of the choice: "chatcmpl-...-0".
-        role: What the key named behind its dot.
-        messages: The request's.
+        id: The response's id, with the number of the choice: "chatcmpl-...-0".
+        role: The role after the dot of its key.
+        messages: The request's messages.
         response: The answer's message.
         finish_reason: As OpenAI names it.
-        tokens: Sampled ones.
+        tokens: Number of sampled tokens.
         versions: The lowest and highest version of the weights that sampled it.
         started: Unix time, seconds.
         seconds: Until its commit.
-        reward: The last one given to it.
+        reward: Its last reward.
         undelivered: Whether its caller did not see its end; it is not trained.
         redacted: Whether it is stored without its tokens; it is not trained.
     """
@@ -106,14 +105,14 @@ class CallInfo(ServeAnswer):
 
 
 class ServedModels(ServeAnswer):
-    """Which weights serve, which would like to, and what was decided before.
+    """The serving weights, the candidate, and earlier decisions.
 
     Attributes:
         serving: `version`, and `since` when, Unix seconds.
-        candidate: What is being compared with it, or None.
-        history: What was promoted, kept or rolled back, and why; the oldest first.
-        learning: How many updates were made, what waits for the next, and why nothing is learned
-            any more (`failure`); None where the server does not learn.
+        candidate: The version being compared with it, or None.
+        history: Promotions, rejections and rollbacks, with reasons; the oldest first.
+        learning: Number of updates, the data waiting for the next, and why learning has stopped
+            (`failure`); None if the server does not learn.
     """
 
     serving: dict[str, Any]
@@ -123,14 +122,14 @@ class ServedModels(ServeAnswer):
 
 
 class ApplicationKey(ServeAnswer):
-    """An application and its key, which is told once."""
+    """An application and its key, which is returned only once."""
 
     name: str
     key: str = pydantic.Field(repr=False)
 
 
 class OpenedSession(ServeAnswer):
-    """A session that was opened; its key is told once."""
+    """A new session; its key is returned only once."""
 
     id: str
     key: str = pydantic.Field(repr=False)
@@ -138,7 +137,7 @@ class OpenedSession(ServeAnswer):
 
 
 class Page(ServeAnswer):
-    """Some sessions, and the id after which the next are; None where these are the last."""
+    """Some sessions, and the id after which the next ones follow; None if these are the last."""
 
     sessions: list[SessionInfo]
     next: str | None = None
@@ -156,13 +155,13 @@ IDEMPOTENCY_HEADER = "Idempotency-Key"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 4.0
 _UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 _BUSY = {429, 502, 503, 504}
-_RETRIES = 10  # about a minute, in which a server has started again
+_RETRIES = 10  # about a minute, in which a server has restarted
 
 HttpOutcome = httpx.Response | httpx.TransportError
 
 
 class SessionOptions(TypedDict, total=False):
-    """What a session may be opened with; `Client.open` says what each is."""
+    """Options for opening a session; see `Client.open`."""
 
     task: Any
     group: str | None
@@ -173,7 +172,7 @@ class SessionOptions(TypedDict, total=False):
 
 
 class SessionFilters(TypedDict, total=False):
-    """Which sessions are listed; `Client.sessions` says what each is."""
+    """Filters for listing sessions; see `Client.sessions`."""
 
     state: Literal["open", "ended"] | None
     judged: bool | None

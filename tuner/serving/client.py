@@ -1,7 +1,7 @@
-"""Clients of the control API of `tuner serve`: sessions, their rewards, what serves now.
+"""Clients of the control API of `tuner serve`: sessions, their rewards, the serving weights.
 
-What is asked, how the answer is read and when it is asked again is `tuner/serving/asking.py`'s; the
-two clients only send, one waiting and one awaiting.
+`tuner/serving/asking.py` defines the requests, their answers and the retries; the two clients only
+send, one blocking and one async.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ DEFAULT_URL = "http://127.0.0.1:8700"
 
 @dataclass(frozen=True)
 class ServedSession(SessionCredentials):
-    """One conversation, task or user at a server, as `Client.open` gives it.
+    """One conversation, task or user at a server, as returned by `Client.open`.
 
     Attributes:
-        id: Its name.
-        key: The API key of the agent that calls in it; None where this client was not told.
-        base_url: Where the agent finds the model, ending in "/v1".
+        id: Its id.
+        key: The API key for the agent in it; None if this client does not know it.
+        base_url: The model's URL for the agent, ending in "/v1".
     """
 
     _client: Client = field(repr=False)
@@ -54,12 +54,12 @@ class ServedSession(SessionCredentials):
     def openai(self, role: str | None = None, **options: Any) -> OpenAI:
         """A client of the openai library for this session.
 
-        It retries for as long as a server takes to start again, and marks its retries, so that
-        none is sampled twice.
+        It retries for as long as a server takes to restart, and marks its retries, so that none is
+        sampled twice.
 
         Args:
-            role: The agent that calls, where there are several: letters, digits, "_" and "-".
-            options: The library's, such as `max_retries` and `timeout`.
+            role: The agent that calls, if there are several: letters, digits, "_" and "-".
+            options: Options of the library, such as `max_retries` and `timeout`.
 
         Raises:
             ServingError: The session's key is not known here.
@@ -68,7 +68,7 @@ class ServedSession(SessionCredentials):
         return made
 
     def anthropic(self, role: str | None = None, **options: Any) -> Anthropic:
-        """As `openai`, of Anthropic's library.
+        """Like `openai`, for Anthropic's library.
 
         Raises:
             ServingError: The session's key is not known here.
@@ -81,53 +81,54 @@ class ServedSession(SessionCredentials):
     def reward(
         self, value: float | None = None, *, feedback: str | None = None, call: str | None = None
     ) -> SessionInfo:
-        """Say what came of it: now or days later, in any order. The last one counts.
+        """Give a reward or feedback: now or days later, in any order. The last one counts.
 
         Args:
-            value: Finite; None where there are only words.
-            feedback: Why.
+            value: Finite; None if there is only feedback.
+            feedback: The reason.
             call: The call that it is for; None is the whole session.
 
         Raises:
-            ServingError: It was refused, or the server cannot be reached.
+            ServingError: It was rejected, or the server cannot be reached.
         """
         return self._client._send(asking.reward(self.id, value, feedback, call))
 
     def end(self) -> SessionInfo:
-        """Take no more calls; rewards may still come. Again is fine."""
+        """Accept no more calls; rewards may still follow. Repeating it is fine."""
         return self._client._send(asking.end(self.id))
 
     def info(self) -> SessionInfo:
-        """What the server knows of it."""
+        """The session's current state."""
         return self._client._send(asking.session(self.id))
 
     def calls(self) -> list[CallInfo]:
-        """What was asked and answered in it."""
+        """The session's calls."""
         return self._client._send(asking.calls(self.id))
 
     def export(self) -> dict[str, Any]:
-        """Its trace as stored, with token ids and log-probs; not with the session's own key."""
+        """Its trace as stored, with token ids and log-probs; not allowed with the session's own
+        key."""
         return self._client._send(asking.export(self.id))
 
     def delete(self) -> None:
-        """Let the server forget it, with calls and rewards; not with the session's own key."""
+        """Delete it with calls and rewards; not allowed with the session's own key."""
         self._client._send(asking.deletion(self.id))
 
 
 @dataclass(frozen=True)
 class AsyncServedSession(SessionCredentials):
-    """As `ServedSession`, of an `AsyncClient`."""
+    """Like `ServedSession`, for an `AsyncClient`."""
 
     _client: AsyncClient = field(repr=False)
 
     def openai(self, role: str | None = None, **options: Any) -> AsyncOpenAI:
-        """As `ServedSession.openai`."""
+        """See `ServedSession.openai`."""
         made: AsyncOpenAI
         made = keyed("openai", "AsyncOpenAI")(**self.client_options(role, options, "/v1"))
         return made
 
     def anthropic(self, role: str | None = None, **options: Any) -> AsyncAnthropic:
-        """As `ServedSession.anthropic`."""
+        """See `ServedSession.anthropic`."""
         made: AsyncAnthropic
         made = keyed("anthropic", "AsyncAnthropic")(**self.client_options(role, options, ""))
         return made
@@ -135,32 +136,32 @@ class AsyncServedSession(SessionCredentials):
     async def reward(
         self, value: float | None = None, *, feedback: str | None = None, call: str | None = None
     ) -> SessionInfo:
-        """As `ServedSession.reward`."""
+        """See `ServedSession.reward`."""
         return await self._client._send(asking.reward(self.id, value, feedback, call))
 
     async def end(self) -> SessionInfo:
-        """As `ServedSession.end`."""
+        """See `ServedSession.end`."""
         return await self._client._send(asking.end(self.id))
 
     async def info(self) -> SessionInfo:
-        """As `ServedSession.info`."""
+        """See `ServedSession.info`."""
         return await self._client._send(asking.session(self.id))
 
     async def calls(self) -> list[CallInfo]:
-        """As `ServedSession.calls`."""
+        """See `ServedSession.calls`."""
         return await self._client._send(asking.calls(self.id))
 
     async def export(self) -> dict[str, Any]:
-        """As `ServedSession.export`."""
+        """See `ServedSession.export`."""
         return await self._client._send(asking.export(self.id))
 
     async def delete(self) -> None:
-        """As `ServedSession.delete`."""
+        """See `ServedSession.delete`."""
         await self._client._send(asking.deletion(self.id))
 
 
 class _Connection(Generic[Http]):
-    """What both clients have: whom they ask, and with which key."""
+    """Base of both clients: the server and the key."""
 
     def __init__(
         self,
@@ -181,7 +182,7 @@ class _Connection(Generic[Http]):
         raise NotImplementedError
 
     def _request(self, asked: ApiRequest[Any]) -> dict[str, Any]:
-        """A request as httpx takes it."""
+        """A request as arguments for httpx."""
         return {
             "method": asked.method,
             "url": f"{self.base_url}/tuner/v1{asked.path}",
@@ -196,50 +197,52 @@ class _Connection(Generic[Http]):
 
 
 class Client(_Connection[httpx.Client]):
-    """Opens sessions at a server of `tuner serve`, gives rewards, and asks what became of them.
+    """Opens sessions at a server of `tuner serve`, gives rewards, and reads their state.
 
     Args:
-        base_url: Where the server is; a "/v1" at its end is left out.
-        key: The admin key, an application's, or a session's, for what that one may do.
-        timeout: Seconds that one try may take.
-        patience: For so many seconds a request is tried again where the server cannot be reached,
-            breaks off, or says that it is busy. Opening is answered once, however often it is sent.
-        http_client: A client of httpx with settings of its own: certificates, proxies. It is closed
-            with this one.
+        base_url: The server's URL; a "/v1" at its end is ignored.
+        key: The admin key, an application's, or a session's, within its rights.
+        timeout: Seconds for one attempt.
+        patience: Seconds during which a request is retried if the server cannot be reached, breaks
+            off, or is busy. Opening a session has one result, however often it is sent.
+        http_client: An httpx client with other settings: certificates, proxies. It is closed with
+            this
+            one.
     """
 
     def _plain_http(self) -> httpx.Client:
         return httpx.Client()
 
     def open(self, **asked: Unpack[SessionOptions]) -> ServedSession:
-        """A new session with a key of its own.
+        """A new session with its own key.
 
         Args:
-            task: What it is about, as a row of a dataset has it; JSON.
+            task: Its task, as in a row of a dataset; JSON.
             group: Sessions with one task and one group are compared with each other in training.
-            metadata: Anything that is to be found again with it; JSON.
-            tags: What lists can be filtered by.
-            limits: What it may ask for: `calls`, `tokens`.
-            sampling: What requests are sampled with that do not say: `temperature`, `top_p`,
+            metadata: Anything to be stored with it; JSON.
+            tags: Tags for filtering lists.
+            limits: Its limits: `calls`, `tokens`.
+            sampling: Sampling settings for requests that do not set them: `temperature`, `top_p`,
                 `top_k`, `max_tokens`.
 
         Raises:
-            ServingError: It was refused, or the server cannot be reached.
+            ServingError: It was rejected, or the server cannot be reached.
         """
         opened = self._send(asking.opening(asked))
         return ServedSession(opened.id, opened.key, opened.base_url, self)
 
     def session(self, id: str, key: str | None = None) -> ServedSession:
-        """One that was opened before; nothing is asked.
+        """A session that was opened before; sends no request.
 
         Args:
-            id: Its name.
-            key: Its key, for `openai` and `anthropic`; where this client has a session's, that.
+            id: Its id.
+            key: Its key, for `openai` and `anthropic`; by default this client's, if it is a
+                session's.
         """
         return ServedSession(id, self._session_key(key), f"{self.base_url}/v1", self)
 
     def sessions(self, **filters: Unpack[SessionFilters]) -> Iterator[SessionInfo]:
-        """The sessions that fit, the oldest first, page by page as they are taken.
+        """The matching sessions, oldest first, fetched page by page.
 
         Args:
             state: "open" or "ended".
@@ -257,23 +260,23 @@ class Client(_Connection[httpx.Client]):
             filters["after"] = page.next
 
     def application(self, name: str) -> ApplicationKey:
-        """A new application and its key. Only the admin may.
+        """A new application and its key. Needs the admin key.
 
         Raises:
-            ServingError: 409: there is one of this name.
+            ServingError: 409: there is one with this name.
         """
         return self._send(asking.application(name))
 
     def remove_application(self, name: str) -> None:
-        """Let an application's key open nothing any more; its sessions stay. Only the admin may."""
+        """Invalidate an application's key; its sessions stay. Needs the admin key."""
         self._send(asking.removal(name))
 
     def models(self) -> ServedModels:
-        """Which weights serve, and what was decided. Only the admin may."""
+        """The serving weights, and the decisions about them. Needs the admin key."""
         return self._send(asking.models())
 
     def rollback(self) -> ServedModels:
-        """Serve the weights before the last promotion again. Only the admin may.
+        """Serve the weights before the last promotion again. Needs the admin key.
 
         Raises:
             ServingError: 409: nothing was promoted.
@@ -281,7 +284,7 @@ class Client(_Connection[httpx.Client]):
         return self._send(asking.rollback())
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         self._http.close()
 
     def __enter__(self) -> Self:
@@ -304,22 +307,22 @@ class Client(_Connection[httpx.Client]):
 
 
 class AsyncClient(_Connection[httpx.AsyncClient]):
-    """As `Client`, to be awaited; `http_client` is an `httpx.AsyncClient`."""
+    """Like `Client`, async; `http_client` is an `httpx.AsyncClient`."""
 
     def _plain_http(self) -> httpx.AsyncClient:
         return httpx.AsyncClient()
 
     async def open(self, **asked: Unpack[SessionOptions]) -> AsyncServedSession:
-        """As `Client.open`."""
+        """See `Client.open`."""
         opened = await self._send(asking.opening(asked))
         return AsyncServedSession(opened.id, opened.key, opened.base_url, self)
 
     def session(self, id: str, key: str | None = None) -> AsyncServedSession:
-        """As `Client.session`."""
+        """See `Client.session`."""
         return AsyncServedSession(id, self._session_key(key), f"{self.base_url}/v1", self)
 
     async def sessions(self, **filters: Unpack[SessionFilters]) -> AsyncIterator[SessionInfo]:
-        """As `Client.sessions`, for `async for`."""
+        """See `Client.sessions`, for `async for`."""
         while True:
             page = await self._send(asking.page(filters))
             for session in page.sessions:
@@ -329,23 +332,23 @@ class AsyncClient(_Connection[httpx.AsyncClient]):
             filters["after"] = page.next
 
     async def application(self, name: str) -> ApplicationKey:
-        """As `Client.application`."""
+        """See `Client.application`."""
         return await self._send(asking.application(name))
 
     async def remove_application(self, name: str) -> None:
-        """As `Client.remove_application`."""
+        """See `Client.remove_application`."""
         await self._send(asking.removal(name))
 
     async def models(self) -> ServedModels:
-        """As `Client.models`."""
+        """See `Client.models`."""
         return await self._send(asking.models())
 
     async def rollback(self) -> ServedModels:
-        """As `Client.rollback`."""
+        """See `Client.rollback`."""
         return await self._send(asking.rollback())
 
     async def aclose(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         await self._http.aclose()
 
     async def __aenter__(self) -> Self:
@@ -357,7 +360,7 @@ class AsyncClient(_Connection[httpx.AsyncClient]):
     async def _send(self, asked: ApiRequest[T]) -> T:
         patience = RetrySchedule(self._patience, repeatable=asked.repeatable)
         outcome = await self._try(asked)
-        while (pause := patience.after(outcome)) is not None:  # a time, no event
+        while (pause := patience.after(outcome)) is not None:  # a time, not an event
             await asyncio.sleep(pause)
             outcome = await self._try(asked)
         return asked.result(outcome)
