@@ -1,10 +1,10 @@
-"""The run directory: what is where, atomic writes, and checkpoints.
+"""The run directory: its files, atomic writes, and checkpoints.
 
 <checkpoint_root_dir>/<project>/<name>/
     config.yaml  metrics.jsonl  result.json  timeline.json  batches.jsonl (of asynchronous runs)
-    branching.jsonl (of those whose rollouts begin inside others)
-    tasks.jsonl (of those that draw tasks by what these have shown: `tuner.tasks.selection`)
-    rebase.json  set_aside/ (of those that go on from the samples of another: `tuner.runs.rebased`)
+    branching.jsonl (of runs whose rollouts branch from others)
+    tasks.jsonl (of runs that draw tasks by their results: `tuner.tasks.selection`)
+    rebase.json  set_aside/ (of runs that continue from another's samples: `tuner.runs.rebased`)
     tensorboard/  traces/step_000001.jsonl  checkpoints/step_000020/manifest.json
 """
 
@@ -36,13 +36,13 @@ from tuner.traces.reading import AnyNumber, Integer, InvalidRecord, JsonReader, 
 TRAINER_STATE = "trainer_state.pt"
 ADAPTER_CONFIG = "adapter_config.json"  # peft's
 MANIFEST = "manifest.json"  # of a checkpoint: the sha256 of each of its other files
-# Leaves a report of a run, which stopped for a reason, or None where it came to its end; says where
+# Writes a report of a run, given the reason why it stopped, or None if it completed; returns where
 # the report is, if it could be written.
 Report = Callable[["RunDirectory", str | None], Path | None]
 
 
 class RunDirectory:
-    """Paths of one run, and its checkpoints."""
+    """The files of one run, and its checkpoints."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -64,7 +64,7 @@ class RunDirectory:
         return self.metrics.exists() or any(self.traces.glob("*.jsonl"))
 
     def stored_config(self) -> dict[str, Any]:
-        """The effective configuration as it is on disk, unchecked; empty where there is none.
+        """The stored effective configuration, unchecked; empty if there is none.
 
         Raises:
             ConfigError: The file is damaged.
@@ -73,7 +73,7 @@ class RunDirectory:
 
         if not os.path.lexists(self.config):
             return {}
-        try:  # libyaml, which is faster, ends the process where nesting is deep
+        try:  # the faster libyaml crashes on deep nesting
             return OBJECTS.check(yaml.safe_load(self.config.read_bytes()))
         except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
             said = " ".join(str(error).split())
@@ -88,18 +88,18 @@ class RunDirectory:
         return self.checkpoints / f"step_{step:06d}"
 
     def checkpoint_steps(self) -> list[int]:
-        """Steps of the complete checkpoints, rising."""
+        """Steps of the complete checkpoints, ascending."""
         names = [path.name.removeprefix("step_") for path in self.checkpoints.glob("step_*/")]
         steps = {int(name) for name in names if name.isdecimal()}
         return sorted(step for step in steps if self.checkpoint(step).is_dir())
 
     def sound_checkpoint(self, say: Callable[[str], None]) -> int | None:
-        """The step of the newest checkpoint that is as it was written, if there is one.
+        """The step of the newest undamaged checkpoint, if there is one.
 
-        Newer ones get other names, so that they are written again.
+        Newer damaged ones are renamed, so that they are written again.
 
         Args:
-            say: Is told of each that is passed over, and of one that cannot be checked.
+            say: Called with a message for each one that is skipped, or cannot be checked.
         """
         for step in reversed(self.checkpoint_steps()):
             folder = self.checkpoint(step)
@@ -120,9 +120,9 @@ class RunDirectory:
         """Let `write` fill a folder that gets its name only when it is complete.
 
         Args:
-            step: Update after which this is.
-            write: Writes the model and the trainer's state into the folder it is given.
-            keep: How many checkpoints to keep, the newest; 0 keeps all.
+            step: The update that it follows.
+            write: Writes the model and the trainer's state into the given folder.
+            keep: Number of newest checkpoints to keep; 0 keeps all.
 
         Raises:
             TunerError: It cannot be written, for example on a full disk; nothing of it is left.
@@ -137,7 +137,7 @@ class RunDirectory:
             write(temporary)
             write_atomically(temporary / MANIFEST, json.dumps(_checksums(temporary), indent=2))
             os.replace(temporary, final)
-        except Exception as error:  # libraries have errors of their own for a full disk
+        except Exception as error:  # libraries have their own errors for a full disk
             shutil.rmtree(temporary, ignore_errors=True)
             if isinstance(error, TunerError):
                 raise
@@ -149,11 +149,11 @@ class RunDirectory:
         return final
 
     def prune(self, keep: int) -> None:
-        """Delete all checkpoints but the newest `keep`, 0: none."""
+        """Delete all checkpoints except the newest `keep`; 0 keeps all."""
         self.remove(self.checkpoint_steps()[:-keep] if keep else ())
 
     def remove(self, steps: Iterable[int]) -> None:
-        """Delete the checkpoints of these steps; a part of one has another name."""
+        """Delete the checkpoints of these steps; an incomplete one has another name."""
         for old in sorted(steps):
             leaving = self.checkpoints / f".{self.checkpoint(old).name}"
             os.replace(self.checkpoint(old), leaving)
@@ -161,7 +161,7 @@ class RunDirectory:
 
 
 def _checksums(folder: Path) -> dict[str, str]:
-    """sha256 of each file below a folder but the manifest, by its path there."""
+    """sha256 of each file below a folder except the manifest, by relative path."""
 
     def checksum(path: Path) -> tuple[str, str]:
         with path.open("rb") as file:
@@ -175,8 +175,8 @@ def _checksums(folder: Path) -> dict[str, str]:
 
 
 def damage(folder: Path) -> str:
-    """What of a checkpoint is not as its manifest says; empty where all is. More files may be
-    there."""
+    """The differences of a checkpoint from its manifest; empty if there are none. Additional
+    files are ignored."""
     try:
         wanted = _MANIFESTS.parse((folder / MANIFEST).read_bytes())
         found = _checksums(folder)
@@ -184,7 +184,7 @@ def damage(folder: Path) -> str:
         return f"{MANIFEST}: {error}"
     except OSError as error:
         if error.errno not in (errno.EIO, errno.EISDIR, errno.ELOOP):
-            raise  # nothing is known of what is there
+            raise  # nothing is known about the files
         return f"{type(error).__name__}: {error}"
     return ", ".join(
         f"{name} {'has changed' if name in found else 'is missing'}"
@@ -199,17 +199,17 @@ DIGESTS = JsonReader[dict[str, str]](dict[Text, str], "digests of data by their 
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write under a temporary name, then rename: a reader sees the old text or the new."""
+    """Write under a temporary name, then rename: a reader sees either the old text or the new."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
 
 def read_metrics(path: Path, *, up_to: int, skip: bool = False) -> list[dict[str, Any]]:
-    """Metrics of the steps up to `up_to`; a torn last line and later steps are left out.
+    """Metrics of the steps up to `up_to`; a torn last line and later steps are skipped.
 
     Args:
-        skip: Leave damaged lines out and log how many and which, instead of raising.
+        skip: Skip damaged lines and log how many and which, instead of raising.
 
     Raises:
         TunerError: A line is damaged, or the file cannot be read.
@@ -238,7 +238,7 @@ def free_name(path: Path) -> Path:
     return candidate
 
 
-# What to do about a disk, by the error's number.
+# Remedies for disk errors, by error number.
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room there"),
     **dict.fromkeys((errno.EACCES, errno.EPERM), "let this user read and write there"),
@@ -254,7 +254,7 @@ def _advice(error: Exception) -> str:
 
 @contextmanager
 def disk_faults(path: Path) -> Iterator[None]:
-    """What the operating system refuses a run whose directory is `path`, as a TunerError."""
+    """Turn errors of the operating system about a run's files into TunerErrors."""
     try:
         yield
     except OSError as error:
@@ -269,10 +269,10 @@ def disk_faults(path: Path) -> Iterator[None]:
 
 
 def make_private(path: Path) -> None:
-    """Make a run directory, for its owner alone; one that is there keeps its mode.
+    """Create a run directory for its owner only; an existing one keeps its mode.
 
     Raises:
-        ConfigError: It cannot be made there.
+        ConfigError: It cannot be created there.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -288,9 +288,9 @@ def make_private(path: Path) -> None:
 
 @contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Keep other runs out of a run directory while the block runs, on this machine or another.
+    """Lock a run directory while the block runs, on this machine and others.
 
-    The lock is the operating system's, so a process that is killed gives it up.
+    The lock is the operating system's, so a killed process releases it.
 
     Raises:
         ConfigError: Another run has it; names its process and machine.
@@ -315,9 +315,9 @@ def held(path: Path) -> Iterator[None]:
 
 @contextmanager
 def reported(directory: RunDirectory, report: Report) -> Iterator[None]:
-    """Leave a report of a run however the block ends, once anything was recorded.
+    """Write a report of a run however the block ends, if anything was recorded.
 
-    Where the run stops before its end, a note of the error says where the report is.
+    If the run fails, a note of the error names the report.
     """
     stopped = None
     try:
@@ -333,14 +333,14 @@ def reported(directory: RunDirectory, report: Report) -> Iterator[None]:
         report(directory, None)
 
 
-# Whether a run that was interrupted goes on: with the same settings, rows and weights.
+# Whether an interrupted run can be resumed: with the same settings, rows and weights.
 
 
-# Settings that name weights which a run begins with, or is compared with.
+# Settings that name weights which a run starts from, or is compared with.
 WEIGHTS = ("model.model_path", "model.critic_model_path", "model.lora_configs.0.path")
 
-# What may change between the parts of a run on every backend: where it lies, what it reports and
-# how it is spread over machines, nothing that changes what is learned. `*` is any part of a key.
+# Settings that may change when a run is resumed, on every backend: its location, its reports and
+# its distribution over machines, nothing that changes what is learned. `*` is any part of a key.
 MAY_CHANGE = (
     "checkpoint_root_dir",
     "continue_from_checkpoint",

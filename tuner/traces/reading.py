@@ -1,6 +1,6 @@
-"""One validating reader for each kind of file that a run writes: it names file, line and field.
+"""One validating reader for each kind of file that a run writes; errors name file, line and field.
 
-A kind is the type of what its writer writes, as JSON. Pydantic parses and checks in one go, which
+A kind is the type of what the writer writes, as JSON. Pydantic parses and checks in one pass, which
 is faster than `json.loads` alone: a trace of 20 calls is read in 5.9 ms instead of 7.8.
 """
 
@@ -25,7 +25,7 @@ logger = logging.getLogger("tuner")
 
 
 class _AnyText:
-    """Text with halves of pairs of UTF-16, which JSON can spell and pydantic's parser cannot."""
+    """Text with halves of UTF-16 pairs, which JSON can hold and pydantic's parser rejects."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         return core_schema.json_or_python_schema(
@@ -34,29 +34,29 @@ class _AnyText:
 
 
 Text = Annotated[str, _AnyText()]
-Name = Annotated[str, Field(strict=True, min_length=1)]  # of a file, too: no halves of pairs
+Name = Annotated[str, Field(strict=True, min_length=1)]  # also of a file: without halves of pairs
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**53)]
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**32)]
 Integer = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**64)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-# Where the writer may have had one that is not finite: reading it is no fault of the file.
+# For values that the writer may store as not finite: reading one is not a fault of the file.
 AnyNumber = Annotated[float, Field(strict=True)]
 
 _HALF_PAIR = re.compile(rb"\\u[dD](?=[89a-fA-F])")
 _TAGS = {"int", "float", "constrained-int"}  # of the members of a union, at the end of a place
-_SHOWN = 3  # of the lines that were left out, by what is wrong with them
+_SHOWN = 3  # number of skipped lines whose problem is shown
 
 
 class InvalidRecord(ValueError):
-    """A value is not of its kind; the text is the field and what is wrong with it."""
+    """A value is not of its kind; the message names the field and the problem."""
 
 
 class JsonReader(Generic[T]):
-    """Reads files of one kind: a value as a whole, or one on each line.
+    """Reads files of one kind: a single value, or one on each line.
 
     Args:
         form: The type of a value, or a function that makes it.
-        what: What a value is called: "a trace".
+        what: Name of a value in messages: "a trace".
     """
 
     def __init__(self, form: Any, what: str) -> None:
@@ -68,10 +68,7 @@ class JsonReader(Generic[T]):
         return TypeAdapter(self._form() if made else self._form)
 
     def parse(self, text: bytes) -> T:
-        """
-        Raises:
-            InvalidRecord: It is no such value. Nesting is bounded at about 200 levels.
-        """
+        """Parse and check a value; raises InvalidRecord. Nesting is limited to about 200 levels."""
         try:
             try:
                 return self._adapter.validate_json(text)
@@ -85,14 +82,14 @@ class JsonReader(Generic[T]):
             raise InvalidRecord(_sentence(error)) from None
 
     def check(self, value: Any) -> T:
-        """As `parse`, of what is no text but plain data."""
+        """Like `parse`, for plain data."""
         try:
             return self._adapter.validate_python(value)
         except ValidationError as error:
             raise InvalidRecord(_sentence(error)) from None
 
     def document(self, path: Path, remedy: str) -> T:
-        """What a file holds.
+        """The content of a file.
 
         Raises:
             TunerError: It is missing, cannot be read, or is damaged.
@@ -108,11 +105,12 @@ class JsonReader(Generic[T]):
     def lines(
         self, path: Path, remedy: str = "", *, skip: bool = False
     ) -> Iterator[tuple[int, bytes, T]]:
-        """(number from 1, line, value) of a file that may not be there, but for a torn last line.
+        """(number from 1, line, value) for each line of a file, which may be missing; without a
+        torn last line.
 
         Args:
             remedy: What to do about a damaged line.
-            skip: Leave damaged lines out and log how many and which, instead of raising.
+            skip: Skip damaged lines and log how many and which, instead of raising.
 
         Raises:
             TunerError: The file cannot be read, or a line is damaged.
@@ -137,7 +135,7 @@ class JsonReader(Generic[T]):
 
 
 def _sentence(error: ValidationError) -> str:
-    """The first of the faults: `calls[0].logprobs[2]: input should be a valid number, not 'x'`."""
+    """The first problem: `calls[0].logprobs[2]: input should be a valid number, not 'x'`."""
     first = error.errors(include_url=False)[0]
     place = first["loc"][:-1] if first["loc"] and first["loc"][-1] in _TAGS else first["loc"]
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
@@ -148,11 +146,8 @@ def _sentence(error: ValidationError) -> str:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """
-    Raises:
-        FileNotFoundError: There is no such file.
-        TunerError: It cannot be read: it is a folder, a loop of links, or another user's.
-    """
+    """Open a file for reading; raises FileNotFoundError, or TunerError if it cannot be read (a
+    folder, a loop of links, another user's file)."""
     try:
         return path.open("rb")
     except FileNotFoundError:
@@ -165,11 +160,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def whole_file(path: Path) -> bytes:
-    """What a file holds that may not be there.
-
-    Raises:
-        TunerError: It cannot be read.
-    """
+    """The content of a file; empty if it is missing. Raises TunerError if it cannot be read."""
     try:
         with open_file(path) as file:
             return file.read()
@@ -178,11 +169,8 @@ def whole_file(path: Path) -> bytes:
 
 
 def complete_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line) of a file that may not be there; a torn last line is left out.
-
-    Raises:
-        TunerError: It cannot be read.
-    """
+    """(number from 1, line) for each line of a file, which may be missing; a torn last line is
+    skipped. Raises TunerError if it cannot be read."""
     try:
         opened = open_file(path)
     except FileNotFoundError:

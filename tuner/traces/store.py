@@ -1,4 +1,5 @@
-"""Traces on disk: one JSONL per step, written as rollouts end, readable while the run goes on."""
+"""Traces on disk: one JSONL file per step, written as rollouts end, readable while the run
+continues."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from tuner.traces.trace import RolloutId, Trace
 
 # The stored form of a trace: what its calls have in common is written once.
 #
-# Each turn of a conversation sends all earlier ones again. As they are, the calls of n turns take
+# Each turn of a conversation sends all earlier ones again. Written in full, the calls of n turns
+# take
 # O(n^2); packed, a trace takes what is new in each call:
 #
 #     "format": 2
@@ -44,8 +46,8 @@ from tuner.traces.trace import RolloutId, Trace
 #       "response"     number of a message
 #       "tools"        number of a list of tools
 #
-# e counts from 0 and is less than the call's own index; in a call that shares nothing, k is 0.
-# Everything else is as in format 1, which has no "format" and holds all of it in each call.
+# e counts from 0 and is less than the call's own index; if a call shares nothing, k is 0.
+# Everything else is as in format 1, which has no "format" and contains everything in each call.
 
 
 FORMAT = 2
@@ -54,10 +56,10 @@ Reference = tuple[int, int, Sequence[int]]
 
 
 def pack(trace: dict[str, Any], text: Callable[[Any], str]) -> dict[str, Any]:
-    """A trace of format 1 in the stored form.
+    """Convert a trace of format 1 to the stored form.
 
     Args:
-        trace: What `tuner.traces.store.to_plain` gives for a trace.
+        trace: Result of `tuner.traces.store.to_plain` for a trace.
         text: A message, or a list of tools, as JSON.
     """
     packer = Packer(text)
@@ -66,12 +68,12 @@ def pack(trace: dict[str, Any], text: Callable[[Any], str]) -> dict[str, Any]:
 
 
 def unpack(data: dict[str, Any]) -> dict[str, Any]:
-    """A stored trace of any format in format 1.
+    """Convert a stored trace of any format to format 1.
 
     Messages and lists of tools are objects that calls share: do not change them.
 
     Raises:
-        LookupError: A call refers to what is not there.
+        LookupError: A call refers to something missing.
     """
     if "format" not in data:
         return data
@@ -98,10 +100,10 @@ def unpack(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_one_path(data: dict[str, Any]) -> bool:
-    """Whether a stored trace is known to have no branches without unpacking it.
+    """Whether a stored trace is known to have no branches, without unpacking it.
 
-    So it is when each call has the whole sequence of the one before it in its prompt. False says
-    nothing: `tuner.traces.branches` does.
+    True if the prompt of each call contains the whole sequence of the previous one. False means
+    unknown; `tuner.traces.branches` determines it.
     """
     if len(data["calls"]) < 2:
         return True
@@ -110,7 +112,7 @@ def is_one_path(data: dict[str, Any]) -> bool:
     length = 0
     for index, call in enumerate(data["calls"]):
         _, shared, new = call["prompt_ids"]
-        # Lengths never fall up to here, so nothing but the sequence before has this many ids.
+        # Lengths never fall up to here, so only the previous sequence has this many ids.
         if index and shared != length:
             return False
         length = shared + len(new) + len(call["completion_ids"])
@@ -127,14 +129,13 @@ def _resolve(reference: Reference, earlier: Sequence[list[int]]) -> list[int]:
 
 
 class Packer:
-    """Packs the calls of one trace, as they come.
+    """Packs the calls of one trace, one after the other.
 
     Args:
         text: A message, or a list of tools, as JSON.
 
     Attributes:
-        distinct: The messages and lists of tools that were new in calls so far; it grows at its
-            ends.
+        distinct: The distinct messages and lists of tools of the calls so far; append-only.
     """
 
     def __init__(self, text: Callable[[Any], str]) -> None:
@@ -143,7 +144,7 @@ class Packer:
         self.distinct = {"messages": self._messages.items, "tools": self._tools.items}
 
     def call(self, call: dict[str, Any]) -> dict[str, Any]:
-        """The next call of a trace of format 1 in the stored form."""
+        """The stored form of the next call of a trace of format 1."""
         sent = tuple(self._messages.number(message) for message in call["messages"])
         response = self._messages.number(call["response"])
         begin, end = tuple(call["prompt_ids"]), tuple(call["completion_ids"])
@@ -165,7 +166,7 @@ class _Distinct:
         self._numbers: dict[str, int] = {}
 
     def number(self, item: Any) -> int:
-        # By its text: to Python 1, 1.0 and True are equal, and so are dicts in another order.
+        # By text: in Python 1, 1.0 and True are equal, and so are dicts in another order.
         number = self._numbers.setdefault(self._text(item), len(self.items))
         if number == len(self.items):
             self.items.append(item)
@@ -175,8 +176,8 @@ class _Distinct:
 class _Earlier:
     """The sequences of earlier calls, in lexicographic order.
 
-    Next to the place where a sequence belongs stands one that shares as much of its beginning with
-    it as any, so that two comparisons find the best of all calls.
+    The neighbours of a sequence's position share the longest prefix with it, so two comparisons
+    find the best of all calls.
     """
 
     def __init__(self) -> None:
@@ -184,7 +185,8 @@ class _Earlier:
         self._calls: list[int] = []
 
     def refer(self, begin: tuple[int, ...], end: tuple[int, ...]) -> Reference:
-        """`begin` by the earlier call that shares most of it; keeps `begin + end` for later."""
+        """`begin` as a reference to the earlier call that shares most of it; keeps `begin +
+        end` for later."""
         at = bisect(self._sequences, begin)
         near = range(max(at - 1, 0), min(at + 1, len(self._sequences)))
         candidates = [(_shared(begin, self._sequences[i]), self._calls[i]) for i in near]
@@ -197,7 +199,7 @@ class _Earlier:
 
 
 def _shared(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """How many items two sequences share at their beginning."""
+    """Length of the common prefix of two sequences."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high
@@ -210,27 +212,27 @@ def _shared(a: tuple[int, ...], b: tuple[int, ...]) -> int:
     return low
 
 
-# Dataclasses as plain data and back, by the types of their fields.
+# Conversion of dataclasses to plain data and back, by the types of their fields.
 #
-# A field that is added to a dataclass needs nothing here, and data that were written before it
-# existed are read with its default. Fields may be of JSON's own types, `Any`, enums, dataclasses,
-# tuples, lists and dicts of these, and each of them or None.
+# A field that is added to a dataclass needs no change here, and older data are read with its
+# default. Fields may be of JSON's own types, `Any`, enums, dataclasses, tuples, lists and dicts of
+# these, and each of them or None.
 
 
 T = TypeVar("T")
 
 _AS_IT_IS = (str, int, float, bool, type(None), Any, dict, list)
-# None stands for "as it is": most fields, and each of thousands of token ids, need no call.
+# None means unchanged: most fields, and each of thousands of token ids, need no call.
 _Convert = Callable[[Any], Any] | None
 
 
 def to_plain(value: Any) -> dict[str, Any]:
     """A dataclass as a dict for `json.dumps`, which writes tuples as lists.
 
-    Nothing is copied that is plain already.
+    Values that are already plain are not copied.
 
     Raises:
-        TypeError: A field has a type that this module does not know.
+        TypeError: A field has a type that this module does not support.
     """
     cls: Any = type(value)
     plain: dict[str, Any] = _of_dataclass(cls, write=True)(value)
@@ -238,11 +240,12 @@ def to_plain(value: Any) -> dict[str, Any]:
 
 
 def from_plain(cls: type[T], data: dict[str, Any]) -> T:
-    """The dataclass again, from what `json.loads` gives; equal to the one that was written.
+    """The dataclass from the result of `json.loads`; equal to the one that was written.
 
     Raises:
-        TypeError, ValueError: `data` has no value for a field without a default, has a field that
-            `cls` has not, or one of its values cannot be what the field says.
+        TypeError, ValueError: `data` lacks a field without a default, has an unknown field, or has
+            a
+            value of a wrong type.
     """
     kind: Any = cls
     value: T = _of_dataclass(kind, write=False)(data)
@@ -301,7 +304,7 @@ def _of_union(hint: Any, args: tuple[Any, ...], write: bool) -> _Convert:
 
 
 def _of_items(inner: _Convert, sequence: Any, *, bare: bool) -> _Convert:
-    """Converts each item; `bare` leaves the sequence alone where the items need nothing."""
+    """Convert each item; `bare` leaves the sequence unchanged if the items need no conversion."""
     if inner is None:
         return None if bare else sequence
     return lambda items: sequence(map(inner, items))
@@ -315,15 +318,15 @@ def _of_places(inner: list[_Convert], write: bool) -> _Convert:
     return convert
 
 
-# The types of stored forms, out of those of the dataclasses: what lines are checked with.
+# Types of stored forms, derived from those of the dataclasses, for checking lines.
 
 
 def stored_form(hint: Any, packed: Mapping[str, Any] | None = None) -> Any:
     """The type of a value's plain form.
 
     Args:
-        hint: Its own type.
-        packed: Fields of a dataclass that the stored form has otherwise, or beside it.
+        hint: The value's type.
+        packed: Fields of a dataclass that differ in the stored form, or are added to it.
     """
     if hint in (int, float, str):
         return {int: Integer, float: Number, str: Text}[hint]
@@ -347,7 +350,7 @@ def stored_form(hint: Any, packed: Mapping[str, Any] | None = None) -> Any:
 
 
 def closed(name: str, forms: Mapping[str, Any]) -> Any:
-    """The type of a dict with these fields and no others."""
+    """The type of a dict with exactly these fields."""
     made = TypedDict(name, dict(forms))  # type: ignore[misc]  # noqa: UP013
     setattr(made, "__pydantic_config__", {"extra": "forbid"})  # noqa: B010
     return made
@@ -395,25 +398,26 @@ TRACES = _TraceReader(None, "a trace")
 STORED_CALLS = JsonReader[dict[str, Any]](
     lambda: closed("StoredCall", {"call": _packed_call(), **_DISTINCT}), "a call"
 )
-"""Calls as a server's store has them: each with the messages and tools that are new in it."""
+"""Calls in a server's store: each with the messages and tools that are new in it."""
 
 SERVED = "serving.sqlite"
-"""The file in its run directory that a server keeps its sessions in."""
+"""The file in a server's run directory with its sessions."""
 
 
 class TraceStore:
     """Appends traces to `<folder>/<split>_step_<n>.jsonl` (`step_<n>.jsonl` for training).
 
-    Each line is one trace, packed as `tuner.traces.store` says, so that it grows with what is new
-    in each call; files of earlier versions are read too.
+    Each line is one packed trace, so that it grows with what is new in each call; files of earlier
+    versions are also read.
 
-    A line is written and flushed when its rollout ends, so a process that is killed loses at most
-    the line it was writing; `read` leaves such a torn last line out and `append` cuts it off.
+    A line is written and flushed when its rollout ends, so a killed process loses at most the line
+    it was writing; `read` skips such a torn last line and `append` cuts it off.
 
     Args:
-        folder: Where the files are.
-        vocabulary: How many tokens the model has that is trained on what is read; None where
-            nothing is trained.
+        folder: Folder of the files.
+        vocabulary: Number of token ids of the model that is trained on what is read; None if
+            nothing
+            is trained.
     """
 
     def __init__(self, folder: Path, vocabulary: int | None = None) -> None:
@@ -456,14 +460,14 @@ class TraceStore:
 
 
 def read_traces(path: str | Path, *, remedy: str = "", skip: bool = False) -> Iterator[Trace]:
-    """The traces of one file, one for each attempt; none where there is no file.
+    """The traces of one file, one for each attempt; none if there is no file.
 
-    Of lines about one attempt the last counts: a process that is killed between two attempts leaves
-    the first behind, and the rollout is begun again.
+    The last line of an attempt counts: a process that is killed between two attempts leaves the
+    first one in the file, and the rollout starts again.
 
     Args:
         remedy: What to do about a damaged line.
-        skip: Leave damaged lines out and log how many and which, instead of raising.
+        skip: Skip damaged lines and log how many and which, instead of raising.
 
     Raises:
         TunerError: A line other than a torn last one is not a trace; names file, line and field.
@@ -476,36 +480,36 @@ def read_traces(path: str | Path, *, remedy: str = "", skip: bool = False) -> It
 
 
 def trace_to_json(trace: Trace) -> dict[str, Any]:
-    """A trace as plain data in the stored form; `trace_from_json` gives an equal trace back."""
+    """A trace as plain data in the stored form; inverse of `trace_from_json`."""
     return pack(to_plain(trace), _AS_ASCII)
 
 
 def trace_from_json(data: dict[str, Any]) -> Trace:
-    """The trace again, from data of this version or of an earlier one.
+    """The trace from data of this version or an earlier one.
 
-    Calls share the messages and lists of tools that are equal: do not change them.
+    Calls share equal messages and lists of tools: do not change them.
 
     Raises:
-        LookupError: A call refers to what is not there.
+        LookupError: A call refers to something missing.
     """
     return from_plain(Trace, unpack(data))
 
 
 def call_packer() -> Packer:
-    """What packs the calls of one trace, as they come."""
+    """A packer for the calls of one trace."""
     return Packer(_AS_ASCII)
 
 
 def trace_line(data: dict[str, Any]) -> bytes:
-    """Data that hold a trace in the stored form, as a line of JSON."""
+    """A trace in the stored form as a line of JSON."""
     try:
         return f"{_AS_TEXT(data)}\n".encode()
-    except UnicodeEncodeError:  # half a pair of UTF-16, which JSON can spell and UTF-8 cannot
+    except UnicodeEncodeError:  # half a UTF-16 pair, which JSON can hold and UTF-8 cannot
         return f"{_AS_ASCII(data)}\n".encode()
 
 
 def _unserializable(value: Any) -> Any:
-    """Dataset rows may hold dates, arrays or images; keep what reads well, else its repr."""
+    """Dataset rows may contain dates, arrays or images: keep what is readable, else the repr."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if hasattr(value, "isoformat"):
@@ -513,13 +517,13 @@ def _unserializable(value: Any) -> Any:
     return repr(value)
 
 
-# Made once: `json.dumps` makes an encoder each time that it is told something.
+# Created once: `json.dumps` creates an encoder in each call with options.
 _AS_TEXT = json.JSONEncoder(default=_unserializable, ensure_ascii=False).encode
 _AS_ASCII = json.JSONEncoder(default=_unserializable).encode
 
 
 def cut_torn_line(path: Path) -> None:
-    """Let a file, which may not be there, end with a complete line, so that one can follow."""
+    """Cut a file, if it exists, at the end of its last complete line, so that one can follow."""
     if not path.exists():
         return
     with path.open("rb+") as file:
@@ -528,7 +532,7 @@ def cut_torn_line(path: Path) -> None:
             file.truncate(content.rfind(b"\n") + 1)
 
 
-# Rollouts in a file of their own: what a test of an agent needs, without the run.
+# Saved rollouts: what a test of an agent needs, without the run.
 #
 # A line of JSON for each:
 #
@@ -540,16 +544,16 @@ def cut_torn_line(path: Path) -> None:
 
 @dataclass(frozen=True)
 class SavedRollout:
-    """A rollout that can be given back without the run that it comes from.
+    """A rollout that can be replayed without its run.
 
     Attributes:
-        name: No other of its file has it.
+        name: Unique in its file.
         trace: Its calls, task and answer.
-        model: What requests must give as `model`.
-        defaults: What requests that do not say were sampled with: "temperature", "top_p", "top_k",
-            "max_tokens"; empty for a model behind a URL.
-        context: Tokens of prompt and answer together; None where limits of answers depended on
-            something else.
+        model: The `model` that requests must name.
+        defaults: Sampling settings of requests that do not set them: "temperature", "top_p",
+            "top_k", "max_tokens"; empty for a remote model.
+        context: Maximum of prompt and answer tokens together; None if limits of answers depended
+            on something else.
     """
 
     name: str
@@ -565,7 +569,7 @@ _SAVED = JsonReader[dict[str, Any]](
 
 
 def read_rollouts(path: str | Path) -> dict[str, SavedRollout]:
-    """The rollouts of a file by their names, in its order; none where there is no file.
+    """The rollouts of a file by their names, in its order; none if there is no file.
 
     Raises:
         TunerError: A line is not a saved rollout, or has the name of an earlier one.
@@ -593,10 +597,10 @@ def read_rollouts(path: str | Path) -> dict[str, SavedRollout]:
 
 
 def write_rollouts(path: str | Path, rollouts: Iterable[SavedRollout]) -> None:
-    """Add rollouts to a file, which is made if need be; those of the same names are replaced.
+    """Add rollouts to a file, creating it if necessary and replacing those with the same names.
 
     Raises:
-        TunerError: The file holds something else.
+        TunerError: The file has other content.
     """
     known = read_rollouts(path)
     known |= {one.name: one for one in rollouts}
