@@ -1,10 +1,10 @@
-"""A program that is an agent: it finds the model by its environment, and works in a folder.
+"""A program as agent: it finds the model by environment variables, and works in a folder.
 
     environment = Program(["node", "agent.js"], template="agent", judge=judge, train_dataset=tasks)
     tune(environment=environment)
 
-Each rollout starts it anew in a fresh folder with a key of its own; whatever is asked with that key
-is the rollout's trace. The judge sees how it ended, what it wrote and which files it left.
+Each rollout starts it in a fresh folder with its own key; all requests with that key are the
+rollout's trace. The judge sees how it ended, its output and its files.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from tuner.tasks.loading import load_function
 # A program in a container, by docker or podman: the same limits, the image's own files.
 
 
-# What their clients find their service by.
+# Variables by which their clients find the service.
 _CLIENTS = (
     *("HOME", "DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_CERT_PATH"),
     *("DOCKER_TLS_VERIFY", "CONTAINER_HOST", "XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS"),
 )
 _PATIENCE = 30.0
-"""Seconds that the service may take for what is no rollout."""
+"""Time limit in seconds for requests to the service other than rollouts."""
 
 
 @dataclass(frozen=True)
 class Container:
-    """How programs are run in an image.
+    """Runs programs in an image.
 
     Attributes:
         image: Its name.
@@ -60,11 +60,12 @@ class Container:
 
     @classmethod
     def of(cls, image: str) -> Container:
-        """What runs this image here.
+        """A runner of this image on this machine.
 
         Raises:
-            MissingDependencyError: There is neither docker nor podman, its service does not
-                answer, or it does not have the image.
+            MissingDependencyError: There is neither docker nor podman, its service does not answer,
+                or
+                it does not have the image.
         """
         found = {kind: shutil.which(kind) for kind in ("docker", "podman")}
         refused = []
@@ -95,7 +96,7 @@ class Container:
         environment: Mapping[str, str],
         limits: Limits,
     ) -> ProgramResult:
-        """As `sandbox.run`, in a container of its own, which is removed."""
+        """See `sandbox.run`; in a new container, which is removed."""
         name = f"tuner-{uuid.uuid4().hex}"
         own = {key: os.environ[key] for key in _CLIENTS if key in os.environ}
         words = self._words(name, folder, stdin is not None, environment, limits)
@@ -108,7 +109,7 @@ class Container:
                 limits=limits,
                 isolation="process",
             )
-            # 128 and SIGKILL: whether for its memory, only the service knows.
+            # 128 plus SIGKILL: only the service knows whether memory was the reason.
             if finished.status == 137 and await self._ended_for_memory(name):
                 return replace(finished, status=None, ended="memory")
             return finished
@@ -156,7 +157,7 @@ class Container:
 
 
 def _asked(engine: str, *arguments: str) -> str:
-    """What is wrong where a client is asked for something; empty where nothing is."""
+    """The problem with a client's command; empty if there is none."""
     try:
         done = subprocess.run(
             [engine, *arguments],
@@ -171,7 +172,7 @@ def _asked(engine: str, *arguments: str) -> str:
     return (done.stderr.strip() or f"it ended with {done.returncode}") if done.returncode else ""
 
 
-# Folders that programs work in: each rollout's is made from a template, and removed after it.
+# Working folders of programs: each rollout's is copied from a template, and removed after it.
 
 
 _SHOWN_BYTES = 1_000_000
@@ -179,12 +180,12 @@ _SHOWN_BYTES = 1_000_000
 
 
 class Workspaces:
-    """Makes folders out of templates, and removes them.
+    """Creates folders from templates, and removes them.
 
-    A template is read once: what becomes of it while the run goes on changes nothing.
+    A template is read once: changes to it during the run have no effect.
 
     Args:
-        within: Where they are, if that is a folder of this machine. None: in a temporary one.
+        within: Their parent folder on this machine. None: a temporary one.
     """
 
     def __init__(self, within: Path | None = None) -> None:
@@ -196,7 +197,7 @@ class Workspaces:
         self._remover = ThreadPoolExecutor(1, thread_name_prefix="tuner-folders")
 
     def __reduce__(self) -> tuple[type[Workspaces], tuple[Path]]:
-        """In another process it has folders of its own, within ours: it may be killed."""
+        """Another process gets its own folders, within ours, because it may be killed."""
         with self._lock:
             return Workspaces, (self._made(),)
 
@@ -208,11 +209,11 @@ class Workspaces:
         return self._root
 
     def new(self, template: str | None, commit: str | None) -> tuple[Path, Path | None]:
-        """A folder of its own for one rollout, and what it was made from.
+        """A folder for one rollout, and what it was made from.
 
         Args:
-            template: A folder, or a git repository where `commit` is given; None: it is empty.
-            commit: Whatever git can check out.
+            template: A folder, or a git repository if `commit` is given; None: it is empty.
+            commit: Anything that git can check out.
 
         Raises:
             ConfigError: There is no such template.
@@ -240,12 +241,12 @@ class Workspaces:
         return read
 
     def remove(self, folder: Path) -> None:
-        """Remove one, in a thread: it may hold many files."""
+        """Remove a folder, in a thread: it may hold many files."""
         with suppress(RuntimeError):  # all are being removed
             self._remover.submit(remove, folder)
 
     def close(self) -> None:
-        """Remove all of them."""
+        """Remove all folders."""
         self._remover.shutdown()
         with self._lock:
             if self._root is not None:
@@ -255,10 +256,10 @@ class Workspaces:
 
 
 def check_template(template: str, commit: str | None) -> None:
-    """Whether a template is there.
+    """Check that a template exists; repositories on other machines are not checked.
 
     Raises:
-        ConfigError: It is not; a repository that is not on this machine is not asked.
+        ConfigError: It does not exist.
     """
     if commit is not None and ("://" in template or "@" in template):
         return
@@ -269,7 +270,7 @@ def check_template(template: str, commit: str | None) -> None:
 
 
 def _check_out(repository: str, commit: str, folder: Path) -> None:
-    """A repository with one commit, which shares nothing with the one that it is from."""
+    """Clone one commit of a repository, without sharing anything with it."""
     check_template(repository, commit)
     asked, found = commit, repository
     if os.path.isdir(repository):
@@ -285,11 +286,7 @@ def _check_out(repository: str, commit: str, folder: Path) -> None:
 
 
 def _git(*arguments: str) -> str:
-    """What git says.
-
-    Raises:
-        ConfigError: It failed, or is not installed.
-    """
+    """The output of git; raises ConfigError if it failed or is not installed."""
     asked = " ".join(("git", *arguments))
     try:
         done = subprocess.run(
@@ -318,10 +315,10 @@ def files_in(folder: Path) -> Iterator[str]:
 
 
 def difference(before: Path | None, given: Mapping[str, str], after: Path) -> str:
-    """What has changed in a folder, as a unified diff.
+    """The changes in a folder, as a unified diff.
 
     Args:
-        before: What it was made from; None: it was empty.
+        before: Its template; None: it was empty.
         given: Texts of the files that were added, by name.
         after: The folder.
     """
@@ -339,8 +336,7 @@ def _short(text: bytes) -> bytes:
 
 
 def _bytes_of(path: Path | None) -> bytes | None:
-    """What is in a file; of a large one something binary that is another's only if that is alike:
-    it may have all that a program may put on the disk."""
+    """The content of a file; for a large one only a digest, since a program may fill the disk."""
     if path is None:
         return None
     if path.stat().st_size <= _SHOWN_BYTES:
@@ -388,17 +384,16 @@ _MODELS = (
 
 @dataclass(eq=False)
 class ProgramOutput:
-    """What came of a program: the response that the judge gets.
+    """The result of a program: the response for the judge.
 
-    Its folder is there as long as this is: until the judge has ended. As text it is what the
-    program wrote to its standard output.
+    Its folder exists until the judge has ended. As text it is the program's standard output.
 
     Attributes:
-        status: What it exited with.
-        stdout, stderr: What it wrote.
+        status: Its exit status.
+        stdout, stderr: Its output.
         seconds: How long it ran.
-        isolation: What it ran in: "bubblewrap", "process", "docker" or "podman".
-        folder: Where it ran.
+        isolation: "bubblewrap", "process", "docker" or "podman".
+        folder: Its working folder.
     """
 
     status: int
@@ -415,17 +410,17 @@ class ProgramOutput:
         return list(files_in(self.folder))
 
     def text(self, name: str) -> str | None:
-        """What is in one of its files; None where it left none of that name, or a link."""
+        """The content of one of its files; None if there is no such file, or it is a link."""
         found = self.folder / name
         inside = found.resolve().is_relative_to(self.folder.resolve())
         return found.read_text(errors="replace") if inside and found.is_file() else None
 
     def diff(self) -> str:
-        """What it changed in its folder, as a unified diff."""
+        """Its changes in its folder, as a unified diff."""
         return difference(self._before, self._given, self.folder)
 
     def get_text_content(self) -> str:
-        """What the trace stores."""
+        """The text that the trace stores."""
         return self.stdout.strip()
 
     __str__ = get_text_content
@@ -438,26 +433,26 @@ class Program(Environment):
     {base_url}, {api_key}, {model} and the fields of the task are filled in; other braces stay.
 
     Args:
-        command: The program and its arguments, without a shell. A relative path is one of the
-            folder that it runs in.
-        prompt: How it gets the task: "stdin", "file:NAME" in its folder, or "argument" where
-            `command` has {prompt}.
+        command: The program and its arguments, without a shell. A relative path is relative to its
+            working folder.
+        prompt: How it gets the task: "stdin", "file:NAME" in its folder, or "argument" if `command`
+            contains {prompt}.
         prompt_key: The field of the task with the prompt.
-        template: A folder that each rollout works in a copy of; with `commit`, a git repository.
-        commit: What of the repository is checked out.
+        template: A folder that is copied for each rollout; with `commit`, a git repository.
+        commit: The commit of the repository to check out.
         judge: A judge's function, or `path/file.py:name`; its response is a `ProgramOutput`.
-        train_dataset, eval_dataset: As `tune()` takes them.
+        train_dataset, eval_dataset: As for `tune()`.
         environment: Its variables besides those by which it finds the model.
-        limits: What it may use; a mapping replaces some of `LIMITS`.
-        statuses: With which exit statuses it has done its work; None: with any. With another one
-            the rollout has failed, and is not judged.
+        limits: Its limits; a mapping replaces some of `LIMITS`.
+        statuses: Exit statuses of success; None: any. With another one the rollout has failed, and
+            is not judged.
         isolation: "bubblewrap", "process", or "auto".
-        readable: Files and folders beyond its own that it may read in bubblewrap.
+        readable: Additional files and folders that it may read in bubblewrap.
         image: A container image to run it in, by docker or podman.
-        keep: Where the folders of rollouts are moved to that failed; None: they are removed.
+        keep: Folder to which the folders of failed rollouts are moved; None: they are removed.
 
     Raises:
-        ConfigError: Arguments do not go together, or there is no such template.
+        ConfigError: Arguments do not fit together, or there is no such template.
         MissingDependencyError: The image cannot be run here.
     """
 
@@ -538,7 +533,7 @@ class Program(Environment):
         return WorkflowOutput(response=output, metrics={"program_seconds": finished.seconds})
 
     async def close(self) -> None:
-        """Remove the folders that are left."""
+        """Remove the remaining folders."""
         await asyncio.to_thread(self._workspaces.close)
 
     async def _finished(self, folder: Path, values: Mapping[str, str]) -> ProgramResult:
@@ -566,12 +561,12 @@ class Program(Environment):
         )
 
     def _given(self, values: Mapping[str, str]) -> dict[str, str]:
-        """Files that the program finds besides those of its template."""
+        """Files for the program besides those of its template."""
         kind, _, name = self._prompt.partition(":")
         return {os.path.normpath(name): values["prompt"]} if kind == "file" else {}
 
     def _check(self, finished: ProgramResult) -> None:
-        """Raises ProgramError where it did not end as it should."""
+        """Raise ProgramError if it did not end as it should."""
         name = self._command[0]
         if finished.ended != "exited":
             raise ProgramError(f"{name} {_ENDED[finished.ended].format(self.limits)}")
@@ -580,7 +575,8 @@ class Program(Environment):
             raise ProgramError(f"{name} ended with {finished.status}: {complaint}")
 
     def _give_up(self, folder: Path, model: Any) -> Path | None:
-        """Remove the folder of a rollout that failed, or keep it, as it is wished; where to."""
+        """Remove the folder of a failed rollout, or keep it if configured; returns where it is
+        kept."""
         if self._keep is None:
             self._workspaces.remove(folder)
             return None
@@ -608,7 +604,7 @@ def model_variables(values: Mapping[str, str]) -> dict[str, str]:
 
 
 def filled(text: str, values: Mapping[str, str]) -> str:
-    """A text with `{name}` replaced where there is such a value."""
+    """A text with `{name}` replaced by its value, if there is one."""
     return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), text)
 
 

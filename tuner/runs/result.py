@@ -1,4 +1,5 @@
-"""What `tune()` returns, also written to the run directory as `result.json`; and a check's."""
+"""Results: that of `tune()`, which is also written to `result.json` in the run directory, and
+that of a check."""
 
 from __future__ import annotations
 
@@ -14,14 +15,13 @@ from pydantic import BaseModel, Field
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `tuner check` found, on one page; `ready` is whether the run can begin."""
+    """The findings of `tuner check`, on one page; `ready` is whether the run can start."""
 
     ready: bool
     text: str
 
     @staticmethod
     def of(ready: bool, sections: Iterable[Iterable[str]]) -> Verdict:
-        """The page of these sections of lines."""
         return Verdict(ready, "\n\n".join("\n".join(section) for section in sections))
 
 
@@ -34,13 +34,13 @@ class TokenCounts(BaseModel):
 
 
 class EarlyEnd(BaseModel):
-    """A run that was complete before its last step, because nothing was left to learn.
+    """A run that ended before its last step, because nothing was left to learn.
 
     Attributes:
-        step: The step it ended after.
-        planned_steps: How many it was to have.
+        step: The last step.
+        planned_steps: The planned number of steps.
         patience: `tuner.signal_patience`.
-        reason: What was seen.
+        reason: The observed reason.
     """
 
     step: int

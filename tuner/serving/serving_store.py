@@ -1,12 +1,12 @@
-"""What was served, in one SQLite file: sessions, calls, rewards, replies, applications.
+"""The store of a server, one SQLite file: sessions, calls, rewards, replies, applications.
 
-Runs keep their traces in files of lines, which is right where a rollout is written once, when it
-has ended. Here a reward comes late, to a session or to one call, and the questions are: whose
-session is this, which are not judged, which are of one group, what is not trained yet. SQLite
-answers them from its indexes and changes one row at a time.
+Runs keep their traces in JSONL files, which suits rollouts that are written once, when they have
+ended. Here rewards arrive late, for a session or for one call, and the queries are: whose session
+is this, which are not judged, which belong to one group, which are not trained yet. SQLite answers
+them from its indexes and changes one row at a time.
 
-A call is stored as `tuner.traces.store` writes it in a trace: with references to the calls of its
-session before it, and the messages and tools that are new in it. So a row grows with what is new.
+A call is stored as `tuner.traces.store` packs it: with references to earlier calls of its session,
+and the messages and tools that are new in it. So a row grows with what is new.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from tuner.traces.store import (
 
 logger = logging.getLogger("tuner.serving")
 
-# The file of a server: its tables, what a row of them is, transactions, and who may read beside.
+# The file of a server: its tables, the types of their rows, transactions, and concurrent readers.
 #
-# SQLite in WAL mode with `synchronous = NORMAL`: what was committed outlives the process, however
-# it ends. A machine that loses power may lose the last moments, and the file stays whole.
+# SQLite in WAL mode with `synchronous = NORMAL`: committed data survive the process, however it
+# ends. A machine that loses power may lose the last moments, and the file stays intact.
 
 
 VERSION = 1
 BUSY_SECONDS = 10.0
 SPLIT = "serve"
-"""Of the traces that sessions are."""
+"""The split of the traces of sessions."""
 
 _SCHEMA = """
 CREATE TABLE applications (name TEXT PRIMARY KEY, key BLOB NOT NULL UNIQUE, made REAL NOT NULL);
@@ -111,18 +111,18 @@ CREATE INDEX of_response ON responses (session);
 
 @dataclass(frozen=True)
 class StoredSession:
-    """A session as it is on disk.
+    """A stored session.
 
     Attributes:
         number: Its row; the order in which sessions were opened.
         id: "s-" and hexadecimal digits, which sort by time.
-        application: Whose it is; None: opened with the admin key.
-        group: Sessions of one application with an equal one are compared with each other.
-        seed: Where the seeds of its calls come from.
-        task_number, rollout: Number of its group, and its own within that; of a session without
-            a group, too. Never used again.
+        application: Its application; None: opened with the admin key.
+        group: Sessions of one application with an equal group are compared with each other.
+        seed: Source of the seeds of its calls.
+        task_number, rollout: Number of its group, and of the session within it, also without a
+            group. Never reused.
         opened, last_call, ended: Unix times, seconds; None: not yet.
-        calls, sampled_tokens, redacted: How many; undelivered and redacted ones are counted.
+        calls, sampled_tokens, redacted: Counts, including undelivered and redacted calls.
         lowest, highest: Versions of the weights that sampled its tokens; None without any.
         reward, feedback: The latest, for the whole session; None: there was none.
         judged: Whether it, or one of its calls, has a reward.
@@ -156,13 +156,13 @@ class StoredSession:
 
     @property
     def rollout_id(self) -> RolloutId:
-        """Its place among traces: the update that trained it as the step, 0 before that."""
+        """Its id as a trace: the step is the update that trained it, 0 before that."""
         return RolloutId(self.trained or 0, self.task_number, self.rollout, SPLIT)
 
 
 @dataclass(frozen=True)
 class StoredCall:
-    """A call with what was said of it since; `call.reward` is the latest.
+    """A stored call; `call.reward` is its latest reward.
 
     Attributes:
         redacted: Whether its messages were changed before they were stored.
@@ -174,7 +174,7 @@ class StoredCall:
 
 @dataclass(frozen=True)
 class StoredReply:
-    """What a request with an idempotency key was answered.
+    """The answer to a request with an idempotency key.
 
     Attributes:
         request: SHA-256 of the request's body.
@@ -186,7 +186,7 @@ class StoredReply:
 
 
 class DamagedSession(TunerError, RequestError):
-    """A row of a session in the store cannot be used; the client gets a 410 with the sentence."""
+    """A row of a session in the store is damaged; the client gets a 410 with this message."""
 
     def __init__(self, problem: str) -> None:
         RequestError.__init__(self, problem, status=410, code="damaged_session")
@@ -211,19 +211,19 @@ def trace_of(session: StoredSession, stored: Sequence[StoredCall]) -> Trace:
 
 
 def digest(key: str) -> bytes:
-    """What is stored of a key. Keys are random and long, so that a plain hash hides them."""
+    """The stored digest of a key. Keys are random and long, so that a plain hash hides them."""
     return hashlib.sha256(key.encode()).digest()
 
 
 class Tables:
-    """A file of tables: one process writes, in one thread, and any thread may read.
+    """A database file: one process writes, in one thread, and any thread may read.
 
     Args:
-        path: The file; made for its owner alone where it is not there.
-        readonly: Change nothing, as who reads beside the writer.
+        path: The file; created for its owner only if it does not exist.
+        readonly: Open for reading only, next to the writer.
 
     Raises:
-        TunerError: The file is no database of this version, or cannot be opened.
+        TunerError: The file is not a database of this version, or cannot be opened.
     """
 
     def __init__(self, path: Path, *, readonly: bool = False) -> None:
@@ -264,7 +264,8 @@ class Tables:
                 "use the tuner that wrote it, or give the run another `name`"
             )
         if not readonly:
-            execute("DROP INDEX IF EXISTS open_sessions")  # by their last calls: each changed it
+            # in order of their last change, which is their last call
+            execute("DROP INDEX IF EXISTS open_sessions")
             execute("CREATE INDEX IF NOT EXISTS not_ended ON sessions (id) WHERE ended IS NULL")
 
     def close(self) -> None:
@@ -272,7 +273,7 @@ class Tables:
 
     @contextmanager
     def reader(self) -> Iterator[Self]:
-        """The same, to read from in any thread, on a connection of its own."""
+        """The same database for reading in any thread, on a separate connection."""
         own = type(self)(self.path, readonly=True)
         try:
             yield own
@@ -281,8 +282,8 @@ class Tables:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """The block is one transaction, which is committed at its end, or nothing of it is; a block
-        inside of another belongs to that."""
+        """Run the block in one transaction, committed at its end or rolled back; nested blocks join
+        it."""
         if self._writing:
             yield
             return
@@ -300,10 +301,10 @@ class Tables:
             self._writing = False
 
     def _rolled_back(self) -> None:
-        """What was written is not there."""
+        """What was written was rolled back."""
 
     def checkpoint(self) -> None:
-        """Move what is in the log into the file, which waits for the disk; in any thread."""
+        """Move the log into the file, which waits for the disk; in any thread."""
         connection = sqlite3.connect(self.path, timeout=BUSY_SECONDS)
         try:
             connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
@@ -315,40 +316,37 @@ class Tables:
         return self._connection.execute(query, values).fetchall()
 
     def change(self, statement: str, *values: Any) -> sqlite3.Cursor:
-        """Change something, in a transaction of its own if there is none."""
+        """Execute a statement, in a new transaction if there is none."""
         if self._writing:
             return self._connection.execute(statement, values)
         with self.writing():
             return self._connection.execute(statement, values)
 
 
-# What of a server's store answers requests again, or says where they belong.
+# The part of a server's store that repeats answers and finds the session of a request.
 
 
 class Replies(Tables):
-    """Replies by their idempotency keys, responses and conversations that go on, applications.
+    """Replies by their idempotency keys, responses and conversations that can be continued,
+    applications.
 
-    What is asked for a session raises LookupError where there is none of that id.
+    Methods about a session raise LookupError if there is none with that id.
 
     Attributes:
-        owners: Changes where a key may have got another owner, or none.
+        owners: Changes when the owner of a key may have changed.
     """
 
     owners = 0
 
     def number_of(self, id_: str) -> int:
-        """The row of a session.
-
-        Raises:
-            LookupError: There is none of this id.
-        """
+        """The row of a session."""
         found = self.ask("SELECT number FROM sessions WHERE id = ?", id_)
         if not found:
             raise LookupError(f"there is no session {id_}")
         return int(found[0][0])
 
     def reply(self, id_: str, key: str) -> StoredReply | None:
-        """What a session's request with this idempotency key was answered, if it was kept."""
+        """The answer to a session's request with this idempotency key, if it was kept."""
         found = self.ask(
             "SELECT request, body, content_type FROM replies WHERE session = ? AND key = ?",
             self.number_of(id_),
@@ -357,7 +355,7 @@ class Replies(Tables):
         return StoredReply(*found[0]) if found else None
 
     def keep_reply(self, id_: str, key: str, reply: StoredReply) -> None:
-        """Keep what a session's request with an idempotency key is answered."""
+        """Keep the answer to a session's request with an idempotency key."""
         self.change(
             "INSERT OR REPLACE INTO replies (session, key, request, body, content_type, given) "
             "VALUES (?, ?, ?, ?, ?, ?)",
@@ -374,8 +372,8 @@ class Replies(Tables):
         self.change("DELETE FROM replies WHERE given < ?", given_before)
 
     def retried(self, id_: str, request: str) -> None:
-        """A session's request whose answer was not kept is sampled again: its calls, if there are
-        any, were not delivered."""
+        """A session's request whose answer was not kept is sampled again: mark its earlier calls as
+        undelivered."""
         number, where = self.number_of(id_), "session = ? AND request = ? AND NOT undelivered"
         if self.ask(f"SELECT 1 FROM calls WHERE {where} LIMIT 1", number, request):
             self.change(f"UPDATE calls SET undelivered = 1 WHERE {where}", number, request)
@@ -392,12 +390,12 @@ class Replies(Tables):
         return found[0][0] if found else None
 
     def keep_response(self, id_: str, response: str, data: str) -> None:
-        """Keep a response of the Responses API, that a session can go on from.
+        """Keep a response of the Responses API that a session can continue.
 
         Args:
-            id_: The session's.
+            id_: The session's id.
             response: The response's id.
-            data: What is kept, as text.
+            data: The response as text.
         """
         self.change(
             "INSERT OR REPLACE INTO responses (id, session, data) VALUES (?, ?, ?)",
@@ -407,14 +405,14 @@ class Replies(Tables):
         )
 
     def response(self, id_: str, response: str) -> str | None:
-        """What `keep_response` kept for a session, or None."""
+        """The result of `keep_response` for a session, or None."""
         found = self.ask(
             "SELECT data FROM responses WHERE id = ? AND session = ?", response, self.number_of(id_)
         )
         return found[0][0] if found else None
 
     def session_of_response(self, application: str, response: str) -> str | None:
-        """The open session of an application that this response is kept for, or None."""
+        """The open session of an application that has this response, or None."""
         found = self.ask(
             "SELECT sessions.id FROM responses JOIN sessions "
             "ON sessions.number = responses.session "
@@ -425,7 +423,7 @@ class Replies(Tables):
         return found[0][0] if found else None
 
     def session_of_name(self, application: str, name: str) -> str | None:
-        """The session that an application calls so, or None."""
+        """The session with this name of an application, or None."""
         found = self.ask(
             "SELECT id FROM sessions WHERE application = ? AND name = ?", application, name
         )
@@ -434,11 +432,11 @@ class Replies(Tables):
     def go_on(self, application: str, talk: bytes) -> str | None:
         """The open session of an application in which a conversation was recorded, or None.
 
-        Of several with the same words the one that went on from there least often, so that two
+        Among several with the same words the one that was continued least often, so that two
         conversations that began alike stay two.
 
         Args:
-            talk: Digest of the conversation, the assistant's latest turn included.
+            talk: Digest of the conversation, including the assistant's latest turn.
         """
         found = self.ask(
             "SELECT calls.number, sessions.id FROM calls "
@@ -454,7 +452,7 @@ class Replies(Tables):
         return None
 
     def add_application(self, name: str, key: bytes) -> bool:
-        """A new application; False: there is one of this name.
+        """Add an application; False if there is one with this name.
 
         Args:
             key: Digest of its key.
@@ -464,7 +462,7 @@ class Replies(Tables):
         return self.change(query, name, key, time.time()).rowcount > 0
 
     def applications(self) -> list[tuple[str, float]]:
-        """Name of each application, and when it was made; Unix time."""
+        """Name and creation time of each application; Unix time."""
         return [(name, made) for name, made in self.ask("SELECT name, made FROM applications")]
 
     def application_of_key(self, key: bytes) -> str | None:
@@ -473,12 +471,12 @@ class Replies(Tables):
         return found[0][0] if found else None
 
     def delete_application(self, name: str) -> bool:
-        """Take an application's key out of service; its sessions stay. Whether it was there."""
+        """Invalidate an application's key; its sessions stay. Returns whether it existed."""
         self.owners += 1
         return self.change("DELETE FROM applications WHERE name = ?", name).rowcount > 0
 
 
-_PACKERS = 4096  # sessions whose calls can be added to without reading what is there
+_PACKERS = 4096  # sessions whose calls can be added without reading the stored ones
 
 
 _VALUES = JsonReader[Any](Any, "JSON")
@@ -490,14 +488,14 @@ _COLUMNS = ", ".join(f'"{one.name}"' for one in fields(StoredSession))
 
 
 class ServingStore(Replies):
-    """What one server keeps; see `Tables` for how it is opened, written and read."""
+    """The store of one server; see `Tables` for opening, writing and reading."""
 
     def __init__(self, path: Path, *, readonly: bool = False) -> None:
         super().__init__(path, readonly=readonly)
         self._packers: OrderedDict[str, tuple[int, Packer]] = OrderedDict()  # and their rows
 
     def _rolled_back(self) -> None:
-        self._packers.clear()  # what was packed refers to calls that are not there
+        self._packers.clear()  # packed calls refer to calls that are missing
 
     def open(
         self,
@@ -512,17 +510,17 @@ class ServingStore(Replies):
         opened: float | None = None,
         **given: Any,
     ) -> StoredSession:
-        """A new session.
+        """Add a session.
 
         Args:
-            id_: Used by no other.
+            id_: Unique.
             key: Digest of its key.
             seed: At least 0, below 2**63.
-            application, group: As `StoredSession`.
-            name: What the application calls it; used by no other session of it.
-            opening: Digest of what was asked for, where it was with an idempotency key.
-            opened: Unix time; now.
-            given: `task`, `metadata`, `tags`, `limits`, `sampling`: as `StoredSession`.
+            application, group: As in `StoredSession`.
+            name: The application's name for it, unique in the application.
+            opening: Digest of the request, if it had an idempotency key.
+            opened: Unix time; default: now.
+            given: `task`, `metadata`, `tags`, `limits`, `sampling`: as in `StoredSession`.
         """
         with self.writing():
             place = self._place(application, group)
@@ -560,27 +558,20 @@ class ServingStore(Replies):
         return made.lastrowid or 0, 0
 
     def session(self, id_: str) -> StoredSession:
-        """
-        Raises:
-            LookupError: There is none of this id.
-        """
+        """The session with this id; raises LookupError."""
         return self._one("id = ?", id_)
 
     def session_of_key(self, key: bytes) -> StoredSession:
-        """The session whose key has this digest.
-
-        Raises:
-            LookupError: There is none.
-        """
+        """The session whose key has this digest; raises LookupError."""
         return self._one("key = ?", key)
 
     def id_of_key(self, key: bytes) -> str | None:
-        """The id of the session whose key has this digest, or None: asked with each request."""
+        """The id of the session whose key has this digest, or None: used for each request."""
         found = self.ask("SELECT id FROM sessions WHERE key = ?", key)
         return found[0][0] if found else None
 
     def opening(self, key: bytes) -> bytes | None:
-        """`opening` of the session whose key has this digest; None where it has none."""
+        """`opening` of the session whose key has this digest; None if it has none."""
         found: bytes | None = self.ask("SELECT opening FROM sessions WHERE key = ?", key)[0][0]
         return found
 
@@ -603,7 +594,7 @@ class ServingStore(Replies):
 
     @contextmanager
     def _damaged(self, id_: Any) -> Iterator[None]:
-        """What is wrong with a row of a session, as a `DamagedSession`."""
+        """Turn problems of a session's row into a `DamagedSession`."""
         try:
             yield
         except (InvalidRecord, LookupError) as error:
@@ -622,11 +613,11 @@ class ServingStore(Replies):
         after: str = "",
         limit: int = 1000,
     ) -> list[StoredSession]:
-        """Sessions in the order in which they were opened; None asks for all of them.
+        """Sessions in the order in which they were opened; None for a filter means all.
 
         Args:
-            after: The id of a session: only those after it.
-            limit: Not more than so many.
+            after: The id of a session: only later ones.
+            limit: Maximum number.
         """
         asked: list[tuple[str, Any]] = [("id > ?", after)]
         if ended is not None:
@@ -651,7 +642,7 @@ class ServingStore(Replies):
         return found
 
     def every(self) -> Iterator[StoredSession]:
-        """As `sessions`, all of them."""
+        """All sessions, in that order."""
         for (id_,) in self.ask("SELECT id FROM sessions ORDER BY id"):
             try:
                 yield self.session(id_)
@@ -661,12 +652,12 @@ class ServingStore(Replies):
                 pass
 
     def end(self, id_: str, when: float | None = None) -> None:
-        """Seal a session; again changes nothing."""
+        """Seal a session; repeating it changes nothing."""
         moment = time.time() if when is None else when
         self.change("UPDATE sessions SET ended = ? WHERE id = ? AND ended IS NULL", moment, id_)
 
     def idle(self, since: float) -> list[str]:
-        """Open sessions that have had no call from a moment on; Unix time."""
+        """Open sessions without a call since a moment; Unix time."""
         query = "SELECT id FROM sessions WHERE ended IS NULL AND COALESCE(last_call, opened) < ?"
         return [row[0] for row in self.ask(query, since)]
 
@@ -675,7 +666,7 @@ class ServingStore(Replies):
         return [row[0] for row in self.ask("SELECT id FROM sessions WHERE ended < ?", ended_before)]
 
     def delete(self, id_: str) -> bool:
-        """Delete a session with all that belongs to it; whether it was there."""
+        """Delete a session with everything that belongs to it; returns whether it existed."""
         self.owners += 1
         self._packers.pop(id_, None)
         return self.change("DELETE FROM sessions WHERE id = ?", id_).rowcount > 0
@@ -692,8 +683,8 @@ class ServingStore(Replies):
         """Add calls to a session, all or none.
 
         Args:
-            id_: The session's.
-            request: The idempotency key that they came with.
+            id_: The session's id.
+            request: The idempotency key of their request.
             redacted: Whether their messages were changed.
             talks: For each the digest of the conversation that it ends, or None.
         """
@@ -741,7 +732,7 @@ class ServingStore(Replies):
         )
 
     def _packer(self, id_: str) -> tuple[int, Packer]:
-        """The row of a session, and what packs its calls."""
+        """The row of a session, and the packer of its calls."""
         found = self._packers.get(id_)
         if found is None:
             found = self._packers[id_] = self.number_of(id_), call_packer()
@@ -769,7 +760,7 @@ class ServingStore(Replies):
         return plain
 
     def calls(self, id_: str) -> list[StoredCall]:
-        """The calls of a session in order of commitment; undelivered and redacted ones too.
+        """The calls of a session in order of commitment, including undelivered and redacted ones.
 
         Raises:
             LookupError: There is no such session.
@@ -795,7 +786,7 @@ class ServingStore(Replies):
                 )
             ]
 
-    # What is said of calls and sessions, and what is done with them.
+    # Rewards of calls and sessions, and their use.
 
     def reward(
         self,
@@ -804,7 +795,7 @@ class ServingStore(Replies):
         feedback: str | None = None,
         call: str | None = None,
     ) -> None:
-        """A reward, words or both, for a session or one of its calls; the latest counts.
+        """Store a reward, feedback or both, for a session or one of its calls; the latest counts.
 
         Raises:
             LookupError: There is no such session, or it has no such call.
@@ -845,10 +836,10 @@ class ServingStore(Replies):
     def untrained(self, *, limit: int = 1000, also_open: bool = False) -> list[StoredSession]:
         """Judged sessions that no update has trained, in the order in which they were opened.
 
-        Sessions without a call that can be trained (all redacted or undelivered) are left out.
+        Sessions without a trainable call (all redacted or undelivered) are skipped.
 
         Args:
-            also_open: Whether sessions that have not ended are among them.
+            also_open: Include sessions that have not ended.
         """
         ended = "" if also_open else "AND ended IS NOT NULL"
         return self._sessions(
@@ -859,7 +850,7 @@ class ServingStore(Replies):
         )
 
     def mark_trained(self, ids: Iterable[str], update: int) -> None:
-        """An update, counted from 1, has trained these sessions; all or none are marked."""
+        """Mark sessions as trained by an update, counted from 1; all or none."""
         with self.writing():
             for id_ in ids:
                 self.change("UPDATE sessions SET trained = ? WHERE id = ?", update, id_)
@@ -868,7 +859,7 @@ class ServingStore(Replies):
         """A session as a trace, whose id is unique in this store.
 
         Its step is the update that trained it, 0 before; its task the number of its group, and its
-        rollout the place there. `reward` is None where the session, or all of it, is not judged.
+        rollout the number within it. `reward` is None if the session as a whole is not judged.
 
         Raises:
             LookupError: There is no such session.
@@ -876,19 +867,18 @@ class ServingStore(Replies):
         return trace_of(self.session(id_), self.calls(id_))
 
 
-# What a session's calls and answers are written through, and how it is made again from them.
+# Writing a session's calls and answers, and restoring a session from them.
 #
-# A session that the process does not know, because it was started again, is made when its key
-# comes: its conversations from the calls that are stored, rendered again in the order in which they
-# were committed. What the template makes of their messages must be the very ids that were recorded:
-# then the next turn goes on with the ids that were sampled. A call for which they are not, as one
-# with template arguments of its own, is left out: what would continue it is rendered afresh, as
-# always where an earlier turn is not found.
+# A session that the process does not know, because it was restarted, is restored when its key is
+# used: its conversations from the stored calls, rendered again in the order in which they were
+# committed. The rendered messages must give exactly the recorded ids: then the next turn continues
+# with the sampled ids. A call for which they do not, such as one with its own template arguments,
+# is skipped: a prompt that would continue it is rendered afresh, as always if an earlier turn is
+# not found.
 #
-# An application that names no session sends its conversations as agents do: all of it, each time.
-# The digest of what was said up to an assistant's turn is stored with the call that said it
-# (`talk_of`), so that a request finds the session it goes on from by its longest beginning that was
-# recorded.
+# An application that names no session sends whole conversations, as agents do. The digest of a
+# conversation up to an assistant's turn is stored with that turn's call (`talk_of`), so that a
+# request finds the session that it continues by its longest recorded prefix.
 
 
 Message = dict[str, Any]
@@ -903,13 +893,13 @@ def restored_conversations(
     for call in calls:
         if call.undelivered or call.dialect == "completions" or not call.prompt_ids:
             continue
-        # With `tool_choice: "none"` the model was shown no tools.
+        # With `tool_choice: "none"` no tools were offered to the model.
         for tools in (call.tools, []) if call.tools else ([],):
             try:
                 text = renderer.render_text(call.messages, tools)
                 turns = sum(message["role"] == "assistant" for message in call.messages)
                 prompt = conversations.prompt(text, turns, call.messages)
-            except RequestError:  # it came with template arguments, without which it is refused
+            except RequestError:  # it had template arguments, without which it is rejected
                 continue
             if prompt.ids == call.prompt_ids:
                 conversations.add(prompt, call.completion_ids, tools=tools)
@@ -919,12 +909,12 @@ def restored_conversations(
 
 @dataclass(frozen=True)
 class CommittedCalls:
-    """What was committed, for who counts it.
+    """Committed calls, for counting.
 
     Attributes:
-        session: Its id.
-        calls: As they are stored.
-        redacted: Whether they are without their tokens.
+        session: The session's id.
+        calls: The calls as stored.
+        redacted: Whether they are stored without their tokens.
     """
 
     session: str
@@ -933,20 +923,20 @@ class CommittedCalls:
 
 
 class SessionSink:
-    """Writes what one session does into the store, as `tuner.gateway.service.CallSink`.
+    """Writes one session's calls and replies into the store (a `tuner.gateway.service.CallSink`).
 
     Args:
-        store: Where.
-        id_: The session's.
-        application: Whose it is, for whose requests conversations are known again; or None.
-        redact: What is stored of messages; None is all.
-        opening: Opens the session in the store with its first call; None where it is there.
-        noted: Is told of what was committed.
+        store: The store.
+        id_: The session's id.
+        application: Its application, whose requests are matched to conversations; or None.
+        redact: Changes messages before they are stored; None: unchanged.
+        opening: Opens the session in the store with its first call; None if it exists.
+        noted: Called with what was committed.
 
     Attributes:
         stored: Whether the session is in the store.
-        application: Whose it is, or None.
-        closed: Whether nothing is kept any more: the session was deleted.
+        application: Its application, or None.
+        closed: Whether nothing is stored any more: the session was deleted.
     """
 
     def __init__(
@@ -975,17 +965,17 @@ class SessionSink:
 
     @property
     def private(self) -> bool:
-        """Whether something of it was redacted: whole answers are not stored then."""
+        """Whether anything was redacted: complete answers are not stored then."""
         return self._private
 
     def add(self, calls: Sequence[Call], request: str | None) -> None:
-        """As `CallSink.add`."""
+        """See `CallSink.add`."""
         if self.closed:
             return
         kept: Sequence[Call] = calls
         found = [redacted(call, self._redact) for call in calls]
         changed = any(one is not None for one in found)
-        if changed:  # the calls of one request have their prompt in common
+        if changed:  # the calls of one request share their prompt
             kept = [one or without_tokens(call) for call, one in zip(calls, found, strict=True)]
         talks = [
             None if self.application is None or call.undelivered else talk_of(call) for call in kept
@@ -999,7 +989,7 @@ class SessionSink:
         self._noted(CommittedCalls(self._id, kept, changed))
 
     def begin(self, request: str) -> Replay | None:
-        """As `CallSink.begin`."""
+        """See `CallSink.begin`."""
         if request in self._unstored:
             return self._unstored[request]
         if not self.stored or self.closed:
@@ -1013,7 +1003,7 @@ class SessionSink:
         return replay
 
     def replied(self, request: str, replay: Replay) -> None:
-        """As `CallSink.replied`."""
+        """See `CallSink.replied`."""
         answer = replay.answer
         if answer is None or not self.stored or self.closed:
             return
@@ -1025,10 +1015,10 @@ class SessionSink:
 
 
 class StoredResponses(MutableMapping[str, KeptResponse]):
-    """The responses that a session can go on from, in the store.
+    """The responses that a session can continue, in the store.
 
     Args:
-        sink: The session's; what is private is kept in memory alone.
+        sink: The session's sink; private responses stay in memory.
     """
 
     def __init__(self, store: ServingStore, id_: str, sink: SessionSink) -> None:
@@ -1063,10 +1053,10 @@ class StoredResponses(MutableMapping[str, KeptResponse]):
 
 
 def redacted(call: Call, redact: Redact | None) -> Call | None:
-    """The call as it is stored, where that is changed; None: as it is.
+    """The call as stored, if redaction changes it; None if it does not.
 
     Raises:
-        TunerError: What the function returns is no list of messages, or it failed.
+        TunerError: The function failed, or did not return a list of messages.
     """
     if redact is None:
         return None
@@ -1079,14 +1069,14 @@ def redacted(call: Call, redact: Redact | None) -> Call | None:
 
 
 def redact_messages(redact: Redact, messages: list[Message]) -> list[Message]:
-    """What is stored of messages; those given stay as they are.
+    """The messages as stored; the given ones stay unchanged.
 
     Raises:
-        TunerError: What the function returns is no list of messages, or it failed.
+        TunerError: The function failed, or did not return a list of messages.
     """
     try:
         found: Any = redact(json.loads(json.dumps(messages)))
-    except Exception as error:  # whose words may hold what is not to be seen
+    except Exception as error:  # its message may contain what must not be seen
         raise TunerError(f"tuner.serving.redact raised {type(error).__name__}") from None
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
         raise TunerError("tuner.serving.redact must return a list of messages")
@@ -1094,8 +1084,8 @@ def redact_messages(redact: Redact, messages: list[Message]) -> list[Message]:
 
 
 def without_tokens(call: Call) -> Call:
-    """A call without what spells its words: ids, log-probs, forms, stop strings; its tokens are
-    counted still."""
+    """A call without anything that reveals its words: ids, log-probs, grammars, stop strings; its
+    tokens are still counted."""
     return replace(
         call,
         prompt_ids=(),
@@ -1120,13 +1110,13 @@ def talk_of(call: Call) -> bytes:
 
 
 def beginnings(messages: list[dict[str, Any]]) -> list[bytes]:
-    """The digests of all beginnings that end with an assistant's turn, the longest first."""
+    """The digests of all prefixes that end with an assistant's turn, longest first."""
     return [found for role, found in digests(messages) if role == "assistant"][::-1]
 
 
 def digests(messages: Iterable[dict[str, Any]]) -> Iterator[tuple[str, bytes]]:
-    """For each message its role and the digest of all up to it: role, text and tool calls, without
-    reasoning, ids and names."""
+    """For each message its role and the digest of everything up to it: role, text and tool calls,
+    without reasoning, ids and names."""
     so_far = b""
     for message in messages:
         said = json.dumps([message.get("role"), _text(message), _called(message)])
@@ -1147,7 +1137,7 @@ def _called(message: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _arguments(given: Any) -> Any:
-    """Arguments in one spelling; clients write the JSON that they got anew."""
+    """Arguments in one spelling, since clients re-encode the JSON that they got."""
     try:
         return json.dumps(json.loads(given), sort_keys=True)
     except (TypeError, ValueError):
