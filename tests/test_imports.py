@@ -38,6 +38,8 @@ LAZY = {
 }
 # Parallel modules: what each engine has of its own.
 PARALLEL = {"client"}
+# Classes with the names of other libraries' classes, which users know.
+FOREIGN = {"DatasetConfig", "GRPOConfig", "TrinityChatModel"}
 
 
 @cache
@@ -133,6 +135,16 @@ def test_no_two_modules_have_one_name():
         module.rsplit(".", 1)[-1] for module, path in modules().items() if path.stem != "__init__"
     )
     assert {name for name, count in names.items() if count > 1} == PARALLEL
+
+
+def test_no_class_name_exists_twice():
+    names = Counter(
+        node.name
+        for path in modules().values()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, count in names.items() if count > 1} == FOREIGN
 
 
 @cache
