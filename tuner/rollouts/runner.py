@@ -115,7 +115,7 @@ class Attempt:
         self.origin = again.origin(found)
         if found is not None and again.ends:
             self.outcome = Outcome.DIVERGED
-            self.error = f"it repeats {again.trace.id} and left it {found}"
+            self.error = f"it repeats {again.trace.id} and has diverged {found}"
 
     def trace(
         self,
