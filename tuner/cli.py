@@ -75,7 +75,7 @@ def functions_of(path: Path, overrides: list[str]) -> NamedFunctions:
     Recorded data needs neither; raises ConfigError if rollouts do and the file names no workflow.
     """
     from tuner.config.load import checked, read_layers
-    from tuner.environments.seam import named_in
+    from tuner.runs.environment import named_in
     from tuner.tasks.loading import load_function
 
     load: Callable[..., Any] = load_function
@@ -162,7 +162,7 @@ def check(
 
 
 def _check_trinity(path: Path, overrides: list[str], named: NamedFunctions) -> Verdict:
-    from tuner.environments.seam import parts_of
+    from tuner.runs.environment import parts_of
     from tuner.trinity.preparation import check_trinity
 
     given: TuneArguments = {

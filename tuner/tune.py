@@ -33,8 +33,8 @@ from tuner.tasks.settings import (
 )
 
 if TYPE_CHECKING:
-    from tuner.environments.seam import Parts
     from tuner.runs.directory import RunDirectory
+    from tuner.runs.environment import Parts
     from tuner.runs.history import History
     from tuner.runs.result import TuneResult
 
@@ -142,7 +142,7 @@ def tune(
 
 
 def _parts(workflow: Any, judge: Any, train_dataset: Any, given: TuneArguments) -> Parts:
-    from tuner.environments.seam import parts_of
+    from tuner.runs.environment import parts_of
 
     return parts_of(workflow, judge, train_dataset, given)
 

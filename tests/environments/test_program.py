@@ -17,10 +17,10 @@ from tests.rewards.test_sandbox import those_in
 from tuner import JudgeOutput, tune
 from tuner.config import load_config
 from tuner.environments.program import Program
-from tuner.environments.seam import from_settings
 from tuner.errors import ConfigError, MissingDependencyError, ProgramError
 from tuner.rewards import sandbox
 from tuner.rollouts.without_framework import PlainChatModel
+from tuner.runs.environment import from_settings
 from tuner.traces import TraceStore
 from tuner.tune import prepare
 

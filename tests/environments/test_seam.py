@@ -18,8 +18,8 @@ from tuner.cli import app
 from tuner.config.load import load_config
 from tuner.config.schema import KINDS
 from tuner.environments import Areal, Environment, Gymnasium
-from tuner.environments.seam import CLASSES, brought, from_settings
 from tuner.errors import ConfigError, DatasetError, FunctionError, TrainingError, TunerError
+from tuner.runs.environment import CLASSES, brought, from_settings
 from tuner.tasks.functions import JudgeOutput
 from tuner.tasks.loading import load_named
 from tuner.traces import TraceStore

@@ -591,7 +591,7 @@ def test_a_file_names_the_pieces(tmp_path, monkeypatch):
     (tmp_path / "pieces.py").write_text(
         "def reward(completions, **_):\n    return [float(len(c)) for c in completions]\n"
     )
-    from tuner.environments.seam import from_settings
+    from tuner.runs.environment import from_settings
 
     environment = from_settings(
         {"kind": "trl", "reward_funcs": ["pieces.py:reward"], "args": {"max_steps": 2}},

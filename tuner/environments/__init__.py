@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tuner.environments.seam import Environment, brought
+from tuner.runs.environment import Environment, brought
 
 if TYPE_CHECKING:
     from tuner.environments.areal_environments import Areal

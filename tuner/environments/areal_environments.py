@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tuner.areal.queue_workflow import AgentAbstraction, EnvServiceAbstraction, QueueWorkflow
-from tuner.environments.seam import Environment
 from tuner.errors import ConfigError
+from tuner.runs.environment import Environment
 from tuner.tasks.loading import import_module_or_file
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from tuner.areal.queue_workflow import GymnasiumEnvironment, registered
 from tuner.areal.queues import CheckedEnvironment
-from tuner.environments.seam import Environment, seed_rows
 from tuner.errors import ConfigError, TunerError
+from tuner.runs.environment import Environment, seed_rows
 from tuner.tasks.functions import WorkflowOutput, call_function, in_thread, is_async, where
 from tuner.tasks.loading import function_of
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tuner.config import RunConfig
-from tuner.environments.seam import Environment, brought, from_settings
 from tuner.errors import ConfigError, DatasetError, FunctionError, RewardError
+from tuner.runs.environment import Environment, brought, from_settings
 from tuner.tasks.datasets import load_tasks
 from tuner.tasks.functions import (
     JudgeOutput,

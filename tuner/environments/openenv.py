@@ -20,9 +20,9 @@ from typing import Any, Literal, TypeVar
 import openai
 
 from tuner.config import RunConfig
-from tuner.environments.seam import Environment, seed_rows
 from tuner.environments.server_process import ServerProcess
 from tuner.errors import ConfigError, FunctionError, MissingDependencyError, pip_install
+from tuner.runs.environment import Environment, seed_rows
 from tuner.tasks.functions import WorkflowOutput, in_thread, shown
 from tuner.tasks.loading import function_of
 

@@ -28,9 +28,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
-from tuner.environments.seam import Environment
 from tuner.errors import ConfigError, MissingDependencyError, ProgramError
 from tuner.rewards.sandbox import Limits, ProgramResult, remove, run
+from tuner.runs.environment import Environment
 from tuner.tasks.functions import WorkflowOutput, shown
 from tuner.tasks.loading import load_function
 

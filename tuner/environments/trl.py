@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.config import RunConfig
-from tuner.environments.seam import Environment
 from tuner.environments.trl_config import (
     GRPOConfig,
     prompts_in_a_step,
@@ -33,6 +32,7 @@ from tuner.environments.trl_config import (
     settings_of,
 )
 from tuner.errors import ConfigError, DatasetError, FunctionError
+from tuner.runs.environment import Environment
 from tuner.tasks.datasets import DatasetConfig
 from tuner.tasks.functions import JudgeOutput, WorkflowOutput, in_thread, is_async, shown, unwrapped
 from tuner.tasks.loading import load_function

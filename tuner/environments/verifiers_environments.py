@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 from tuner.config import RunConfig
-from tuner.environments.seam import Environment
 from tuner.errors import (
     ConfigError,
     MissingDependencyError,
@@ -21,6 +20,7 @@ from tuner.errors import (
     TunerError,
     pip_install,
 )
+from tuner.runs.environment import Environment
 from tuner.tasks.functions import JudgeOutput, WorkflowOutput, shown
 
 _SCORING = "scoring"

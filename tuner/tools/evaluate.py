@@ -257,7 +257,7 @@ def evaluate(
         TrainingError: An engine failed.
     """
     require_nothing_loads("evaluate()")
-    from tuner.environments.seam import parts_of
+    from tuner.runs.environment import parts_of
 
     given: TuneArguments = {
         "environment": environment,

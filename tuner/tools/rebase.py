@@ -31,7 +31,6 @@ from typing import Any
 from tuner.config import RunConfig
 from tuner.config.algorithms import ADVANTAGES
 from tuner.config.load import checked, read_layers
-from tuner.environments.seam import Parts, named_in
 from tuner.errors import ConfigError, TunerError
 from tuner.rollouts.chat_models import default_kind
 from tuner.rollouts.groups import BatchLog, taken_until
@@ -47,6 +46,7 @@ from tuner.runs.directory import (
     run_async,
     write_atomically,
 )
+from tuner.runs.environment import Parts, named_in
 from tuner.runs.rebased import RebaseRecord, read_rebase, training_files, write_traces
 from tuner.runs.result import TuneResult
 from tuner.tasks.functions import check_judge_function

@@ -11,10 +11,10 @@ from typing import Any, NotRequired
 
 from tuner.config import RunConfig
 from tuner.config.load import checked, read_layers
-from tuner.environments.seam import Environment, from_settings
 from tuner.errors import ConfigError, TunerError
 from tuner.gateway import SamplingDefaults
 from tuner.runs.directory import RunDirectory
+from tuner.runs.environment import Environment, from_settings
 from tuner.tasks.functions import WorkflowOutput, call_function
 from tuner.tasks.loading import load_function
 from tuner.tasks.selection import derive_seed

@@ -17,8 +17,8 @@ from tests.examples.conftest import main
 from tuner import WorkflowOutput, tune
 from tuner.cli import app
 from tuner.environments import Gymnasium
-from tuner.environments.seam import brought
 from tuner.errors import ConfigError
+from tuner.runs.environment import brought
 
 __all__ = ["main"]
 EXAMPLE = Path(__file__).parents[3] / "examples" / "gymnasium"

@@ -20,8 +20,8 @@ from tuner.areal import (
     QueueWorkflow,
 )
 from tuner.environments import Gymnasium, Mixture, OpenEnv, Verifiers
-from tuner.environments.seam import from_settings
 from tuner.errors import ConfigError
+from tuner.runs.environment import from_settings
 from tuner.tasks.loading import import_module_or_file
 from tuner.tune import prepare
 

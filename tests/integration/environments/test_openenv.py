@@ -28,9 +28,9 @@ from tests.examples.conftest import main  # noqa: F401  # a fixture
 from tests.gateway import drift
 from tuner import tune
 from tuner.environments import OpenEnv, ToolCall, brought
-from tuner.environments.seam import from_settings
 from tuner.errors import ConfigError, FunctionError
 from tuner.rollouts.without_framework import PlainChatModel
+from tuner.runs.environment import from_settings
 from tuner.traces import TraceStore
 
 ROOT = Path(__file__).parents[3]

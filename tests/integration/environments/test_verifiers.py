@@ -16,8 +16,8 @@ from tests.environments.training import trained
 from tests.examples.conftest import main
 from tuner import tune
 from tuner.environments import Verifiers
-from tuner.environments.seam import brought, from_settings
 from tuner.errors import ConfigError
+from tuner.runs.environment import brought, from_settings
 from tuner.tune import prepare
 
 __all__ = ["main"]
