@@ -98,7 +98,7 @@ class Verifiers(Environment):
         if config.tuner.workers and others:
             raise ConfigError(
                 f"tuner.workers is {config.tuner.workers}, but {self._env.config.env_id} has tasks "
-                f"of the classes {others} in addition to {made.__name__}, which rows do not "
+                f"of the classes {made.__name__} and {others}, which rows do not "
                 "distinguish: set it to 0"
             )
 

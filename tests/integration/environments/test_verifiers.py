@@ -191,7 +191,7 @@ def test_tasks_of_several_classes_stay_in_this_process(random_model_path, monkey
     monkeypatch.setattr(type(given.taskset), "load", lambda self: both)
     settings = ["buffer.batch_size=1", f"model.model_path={random_model_path}"]
     assert len(prepare(environment=Verifiers(given), overrides=settings).train_tasks) == 2
-    with pytest.raises(ConfigError, match=r"tuner\.workers is 2, and .* Harder beside CaseTask"):
+    with pytest.raises(ConfigError, match=r"tuner\.workers is 2, .* CaseTask and Harder"):
         prepare(environment=Verifiers(given), overrides=[*settings, "tuner.workers=2"])
 
 
