@@ -122,7 +122,7 @@ def test_weights_go_through_a_shared_disk_or_not_at_all(served, tmp_path):
     try:
         with pytest.raises(
             EngineError,
-            match=r"handed over in .*, which is not there on the engine's machine: the run dir",
+            match=r"handed over in .*, which does not exist on the engine's machine: the run",
         ):
             run_elsewhere(poor.url, served.shared, "name=poor")
     finally:

@@ -131,7 +131,7 @@ def test_what_cannot_be_sent_is_named_before_anything_starts():
     message = str(caught.value)
     assert message.startswith("the judge Holding (")
     assert "its attribute 'guard' is a lock" in message
-    assert "make it inside the function" in message
+    assert "create it inside the function" in message
 
     lock = threading.Lock()
 

@@ -140,7 +140,7 @@ def test_by_nccl_vllms_workers_are_told_what_is_broadcast(group):
 
 def test_a_server_that_dies_while_gpus_are_joined_ends_the_run(group):
     sender = nccl_sender(make_rig_model(), Server({"update": EngineLostError("it is gone")}))
-    with pytest.raises(EngineError, match=r"goes on from its checkpoint: it is gone") as caught:
+    with pytest.raises(EngineError, match=r"resume from its checkpoint: it is gone") as caught:
         sender.send("label")
     assert not isinstance(caught.value, EngineLostError)
 

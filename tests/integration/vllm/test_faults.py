@@ -45,7 +45,7 @@ async def test_the_life_of_a_run_whose_server_dies(toy_folder, tmp_path):
     mine = made._fleet.weights
     other._settings = process._settings
     await asyncio.to_thread(other.load, Weights(mine.folder, "somebody-elses"))
-    with pytest.raises(EngineError, match=r"were asked for; here are somebody-elses"):
+    with pytest.raises(EngineError, match=r"this server has somebody-elses"):
         await made.generate(ids, SHORT, "s")
     await asyncio.to_thread(process.load, mine)
 
