@@ -212,7 +212,7 @@ class TokenWorkflow(EpisodeWorkflow):
     """A token-level workflow as a workflow function: `tune(TokenWorkflow(mine), dataset=...)`.
 
     The reward of a single trajectory is the rollout's. With several trajectories each has the
-    reward of its own calls, and the rollout's is their mean; if one rollout of a group has several,
+    reward of its calls, and the rollout's is their mean; if one rollout of a group has several,
     a rollout with one is also compared by its calls. Sampled tokens that no trajectory trains are
     in the trace and counted as dropped: `masked`, or `excluded_call` for a whole call.
 

@@ -1,7 +1,7 @@
 """An engine over server processes that hold copies of the weights.
 
 A request is sampled in parts. A pause ends the current part; the next part takes prompt and
-completion so far as its prompt, and is sampled with the weights of its own version:
+completion so far as its prompt, and is sampled with the weights current at that time:
 
     prompt ─▶ a b c │ pause, new weights │ prompt a b c ─▶ d e f <end>
     version   0 0 0                                        1 1 1

@@ -369,7 +369,7 @@ class OpenEnv(Environment):
         if not self._generic and self._form.action_of is None:
             name = getattr(client, "__name__", client)
             raise ConfigError(
-                f"OpenEnv's client is {name}, whose actions are of its own classes: give "
+                f"OpenEnv's client is {name}, which has its own classes of actions: give "
                 "action_of, which makes one from text or a ToolCall, or remove client"
             )
         self._max_turns = max_turns

@@ -322,7 +322,7 @@ def _of_places(inner: list[_Convert], write: bool) -> _Convert:
 
 
 def stored_form(hint: Any, packed: Mapping[str, Any] | None = None) -> Any:
-    """The type of a value's plain form.
+    """The type of a value's plain form, made at run time, which mypy cannot follow.
 
     Args:
         hint: The value's type.
@@ -351,6 +351,7 @@ def stored_form(hint: Any, packed: Mapping[str, Any] | None = None) -> Any:
 
 def closed(name: str, forms: Mapping[str, Any]) -> Any:
     """The type of a dict with exactly these fields."""
+    # Types made at run time: mypy and the linter know only those written in full.
     made = TypedDict(name, dict(forms))  # type: ignore[misc]  # noqa: UP013
     setattr(made, "__pydantic_config__", {"extra": "forbid"})  # noqa: B010
     return made
@@ -388,7 +389,7 @@ class _TraceReader(JsonReader[Trace]):
         try:
             return trace_from_json(STORED.parse(text))
         except LookupError as error:
-            raise InvalidRecord(f"calls refer to what is not there ({error})") from None
+            raise InvalidRecord(f"calls refer to something missing ({error})") from None
 
 
 _FIRST_FORMAT = JsonReader[dict[str, Any]](lambda: stored_form(Trace), "a trace")
