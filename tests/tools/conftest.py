@@ -43,6 +43,6 @@ def said(capsys, monkeypatch):
         with pytest.raises(SystemExit) as ended:
             cli.main()
         output = capsys.readouterr()
-        return ended.value.code, output.out, output.err
+        return ended.value.code or 0, output.out, output.err
 
     return run

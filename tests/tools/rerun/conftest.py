@@ -1,7 +1,6 @@
 """Runs that were recorded, without a model: a tokenizer's folder, and an engine of the tests."""
 
 import contextlib
-import sys
 from functools import partial
 
 import openai
@@ -10,7 +9,6 @@ import pytest
 from tests.kit.chat_server import chat_server
 from tests.kit.toy import TEMPLATE, StubEngine, tokenizer
 from tests.tools.rerun import agents
-from tuner import cli
 from tuner.config import load_config
 from tuner.gateway import Gateway, SamplingDefaults
 from tuner.gateway.relay import Relay
@@ -42,20 +40,6 @@ def no_weights(tmp_path_factory):
     spoken.save_pretrained(path)
     Qwen3Config(vocab_size=len(spoken), max_position_embeddings=8192).save_pretrained(path)
     return path
-
-
-@pytest.fixture
-def said(capsys, monkeypatch):
-    """Exit status, output and errors of `tuner <arguments>`."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["tuner", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        output = capsys.readouterr()
-        return ended.value.code or 0, output.out, output.err
-
-    return run
 
 
 @pytest.fixture
