@@ -5,7 +5,9 @@ import importlib.util
 import logging
 import os
 import ssl
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -66,3 +68,15 @@ def random_model_path(tmp_path_factory) -> Path:
     return save_chat_model(
         tmp_path_factory.mktemp("model"), num_hidden_layers=1, max_position_embeddings=256
     )
+
+
+@pytest.fixture(scope="module")
+def forked_workers():
+    """Workers that are forked: importing PyTorch takes longer than what most of them do."""
+    from tests.kit.forked import ForkedWorker
+    from tuner.rollouts import any_worker
+
+    popen = SimpleNamespace(**vars(subprocess) | {"Popen": ForkedWorker})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(any_worker, "subprocess", popen)
+        yield

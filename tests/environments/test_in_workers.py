@@ -20,6 +20,8 @@ from tuner.errors import ConfigError
 from tuner.tasks import loading
 from tuner.tune import prepare
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 
 @pytest.fixture(autouse=True)
 def sent_by_value(monkeypatch):

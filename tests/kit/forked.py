@@ -8,8 +8,10 @@ import gc
 import multiprocessing
 import os
 import runpy
+import socket
 import sys
 from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection, Pipe
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -83,3 +85,35 @@ def _run_script(
     os.chdir(path.parent)
     sys.argv, sys.path[0] = [path.name, *arguments], str(path.parent)
     runpy.run_path(path.name, run_name="__main__")
+
+
+class ForkedWorker:
+    """A worker as `subprocess.Popen` starts it, but forked."""
+
+    def __init__(self, command: list[str], *, env: Mapping[str, str], **_: Any) -> None:
+        with socket.socket(fileno=os.dup(int(command[-1]))) as line:
+            (out, its_out), (err, its_err) = Pipe(duplex=False), Pipe(duplex=False)
+            with its_out, its_err:
+                self._process = begin(_work, line, its_out, its_err, dict(env))
+        self.stdout, self.stderr = (os.fdopen(os.dup(one.fileno()), "rb") for one in (out, err))
+        self.pid = self._process.pid
+        self.returncode: int | None = None
+
+    def wait(self) -> None:
+        self._process.join()
+        self.returncode = self._process.exitcode
+
+
+def _work(
+    line: socket.socket, out: Connection, err: Connection, environment: dict[str, str]
+) -> None:
+    from tuner.rollouts import worker_child
+
+    os.setsid()
+    os.dup2(out.fileno(), 1)
+    os.dup2(err.fileno(), 2)
+    os.environ.update(environment)
+    worker_child.main(line.detach())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

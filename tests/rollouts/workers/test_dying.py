@@ -16,6 +16,8 @@ from tuner.traces import Outcome, RolloutId
 
 ID = RolloutId(1, 0, 0)
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 
 async def test_a_rollout_whose_worker_is_killed_is_tried_again_in_another(make_runner, tmp_path):
     async with pool_of(2, dying) as pool:

@@ -21,6 +21,8 @@ from tuner.runs.auxiliary import AuxiliaryModels
 from tuner.tasks.loading import PICKLE, ship
 from tuner.traces import Outcome, RolloutId
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 DEFAULTS = SamplingDefaults(max_tokens=4)
 LIMIT = 3  # calls of a rollout
 ID = RolloutId(1, 0, 0)

@@ -16,6 +16,8 @@ from tuner.serving.hosting import serve
 from tuner.tools import candidates
 from tuner.trinity.refusals import tuner_section
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 
 def trained(model, root, *overrides, workflow=workflow, judge=judge):
     settings = config(model, root, *overrides)

@@ -25,6 +25,8 @@ from tuner.areal import (
 from tuner.gateway.request_error import RequestError
 from tuner.traces import RolloutId
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 ID = RolloutId(1, 0, 0)
 FEW = GenerationHyperparameters(max_new_tokens=3)
 
