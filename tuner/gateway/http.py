@@ -146,16 +146,47 @@ class HttpDoor:
         if self._task is not None:
             while not (self._server.started or self._task.done()):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            self._server.should_exit = True
+            self._server.end()
             await self._task
         self._socket.close()
 
 
 class _Server(uvicorn.Server):
+    """uvicorn's server, which ends at once; uvicorn's own sleeps for 0.1 s between looks."""
+
+    _ticking: asyncio.Future[None] | None = None
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave the process's signal handlers alone: Ctrl-C belongs to the run."""
         yield
+
+    def end(self) -> None:
+        """On the loop that serves."""
+        self.should_exit = True
+        if self._ticking is not None:
+            self._ticking.cancel()
+
+    async def main_loop(self) -> None:
+        self._ticking = asyncio.ensure_future(super().main_loop())
+        try:
+            await asyncio.wait([self._ticking])
+        finally:
+            self._ticking.cancel()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        state = self.server_state
+        for listening in (*self.servers, *(sockets or ())):
+            listening.close()
+        for connection in list(state.connections):
+            connection.shutdown()
+        try:
+            async with asyncio.timeout(self.config.timeout_graceful_shutdown):
+                while state.connections or state.tasks:
+                    await asyncio.sleep(0.005)
+        except TimeoutError:
+            for task in state.tasks:
+                task.cancel()
 
 
 class _HttpConnection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # h11 or httptools
