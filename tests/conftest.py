@@ -80,3 +80,11 @@ def forked_workers():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(any_worker, "subprocess", popen)
         yield
+
+
+@pytest.fixture
+def real_workers(forked_workers, monkeypatch):
+    """Workers that are started as in a run."""
+    from tuner.rollouts import any_worker
+
+    monkeypatch.setattr(any_worker, "subprocess", subprocess)

@@ -3,11 +3,14 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.kit import forked
 
 README = Path(__file__).parents[1] / "README.md"
 
 
+@pytest.mark.learning
 def test_the_fifteen_lines_train_a_model(tmp_path):
     (script,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     assert len([line for line in script.splitlines() if line.strip()]) <= 15

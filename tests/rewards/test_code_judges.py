@@ -14,6 +14,7 @@ from tuner.tasks.functions import MissingFieldError, call_judge
 
 ISOLATIONS = ("auto", "process")
 FEW = Limits(seconds=5.0, memory_mb=512)
+SHORT = Limits(seconds=1.0, memory_mb=512)
 SUMS = [{"input": "2 3\n", "output": "5"}, {"input": "20 30\n", "output": "50\n"}]
 ADDS = "```python\nprint(sum(map(int, input().split())))\n```"
 TESTS = """
@@ -126,7 +127,6 @@ async def test_unit_tests_are_run_by_pytest_and_its_report_is_the_feedback(isola
     [
         ("def add(a, b:", "SyntaxError"),
         ("def plus(a, b): return a + b", "cannot import name 'add'"),
-        ("def add(a, b):\n    while True: pass", "ended at its limit of 5 s"),
         ("import os; os._exit(0)", "pytest did not finish: the program exited with 0"),
         ("import sys; sys.exit(0)", "passed"),
         ("open('report.xml', 'w').write('<x'); import os; os._exit(0)", "did not finish"),
@@ -143,6 +143,12 @@ async def test_a_program_that_keeps_tests_from_passing_earns_nothing(program, sa
     found = await judged(pytest_judge(limits=FEW), program, tests=TESTS)
     assert found.reward == 0.0
     assert said in found.feedback
+
+
+async def test_a_program_that_does_not_end_earns_nothing():
+    found = await judged(pytest_judge(limits=SHORT), "while True: pass", tests=TESTS)
+    assert found.reward == 0.0
+    assert "ended at its limit of 1 s" in found.feedback
 
 
 async def test_a_skipped_test_is_not_passed():

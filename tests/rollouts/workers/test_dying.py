@@ -52,6 +52,7 @@ async def test_the_outcome_has_the_last_words_of_the_worker(make_runner, how, wo
         assert after.outcome is Outcome.COMPLETED
 
 
+@pytest.mark.usefixtures("real_workers")
 async def test_all_rollouts_of_a_worker_die_with_it_and_no_other(make_runner):
     """The gateway sees the calls of all five before one of them dies."""
     async with pool_of(2, dying) as pool:

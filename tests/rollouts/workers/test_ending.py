@@ -19,6 +19,8 @@ from tuner.gateway import SamplingDefaults
 from tuner.rollouts import any_worker
 from tuner.traces import Outcome, RolloutId
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 DEFAULTS = SamplingDefaults(max_tokens=4)
 ID = RolloutId(1, 0, 0)
 LIMIT = 60.0
@@ -95,6 +97,7 @@ async def test_time_in_tools_is_limited_in_a_worker(make_runner):
     assert "tuner.max_tool_seconds" in trace.error
 
 
+@pytest.mark.usefixtures("real_workers")
 async def test_what_functions_log_and_print_comes_out_here(make_runner, caplog, capsys):
     async def workflow(task, model, logger):
         print("printed there")
@@ -114,6 +117,7 @@ async def test_what_functions_log_and_print_comes_out_here(make_runner, caplog, 
     assert capsys.readouterr().out.count("printed there") == 2
 
 
+@pytest.mark.usefixtures("real_workers")
 async def test_workers_import_what_calls_need_before_they_begin_and_no_pytorch(make_runner):
     """Else the first rollout of each is the slowest, and it counts as the agent's own time."""
     async with pool_of(1, functions.says_what_is_imported) as pool:
@@ -163,6 +167,7 @@ def test_no_worker_outlives_its_run(how, tmp_path):
     assert alive == []
 
 
+@pytest.mark.usefixtures("real_workers")
 async def test_a_pool_that_was_closed_leaves_no_descriptor(make_runner):
     process = psutil.Process()
     before, others = process.num_fds(), process.children()
