@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from tuner.config.source import lookup
+from tuner.config.source import LOADER, lookup
 
 RULES = Path(__file__).with_name("foreign_keys.yaml")
 
@@ -110,8 +110,7 @@ def _equal(value: Any, wanted: Any) -> bool:
 
 def read_table(path: Path) -> Any:
     """Read a rules table included in the package."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
+    return yaml.load(path.read_text(encoding="utf-8"), Loader=LOADER)
 
 
 def _read(table: Iterable[Any]) -> Iterator[Foreign]:

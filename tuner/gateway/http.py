@@ -182,7 +182,7 @@ class _Server(uvicorn.Server):
             connection.shutdown()
         try:
             async with asyncio.timeout(self.config.timeout_graceful_shutdown):
-                while state.connections or state.tasks:
+                while state.connections or state.tasks:  # noqa: ASYNC110
                     await asyncio.sleep(0.005)
         except TimeoutError:
             for task in state.tasks:

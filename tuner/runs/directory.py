@@ -30,6 +30,7 @@ from filelock import FileLock, Timeout
 from pydantic import AfterValidator
 
 from tuner.config import RunConfig
+from tuner.config.source import LOADER, check_levels
 from tuner.errors import ConfigError, TunerError
 from tuner.traces.reading import AnyNumber, Integer, InvalidRecord, JsonReader, Text
 
@@ -73,9 +74,11 @@ class RunDirectory:
 
         if not os.path.lexists(self.config):
             return {}
-        try:  # the faster libyaml crashes on deep nesting
-            return OBJECTS.check(yaml.safe_load(self.config.read_bytes()))
-        except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+        try:
+            text = self.config.read_bytes()
+            check_levels(text)
+            return OBJECTS.check(yaml.load(text, Loader=LOADER))
+        except (OSError, yaml.YAMLError, ValueError) as error:
             said = " ".join(str(error).split())
             raise ConfigError(f"{self.config} is not a configuration: {said:.300}") from error
 
