@@ -39,7 +39,10 @@ def pytest_ignore_collect(collection_path, config):
 
 def pytest_collection_modifyitems(items):
     """Files that take longest come first: no core is left without work at the end."""
-    long = ("tests/examples/", "tests/test_tutorial", "tests/test_readme", "tests/models/")
+    long = (
+        *("tests/examples/", "tests/test_tutorial", "tests/test_readme", "tests/models/"),
+        *("tests/loop/", "tests/rewards/", "tests/training/", "tests/tools/", "tests/rollouts/"),
+    )
     items.sort(key=lambda item: not item.nodeid.startswith(long))
 
 
