@@ -26,7 +26,7 @@ from benchmarks import _readme
 from docs import licences
 from tuner import cli
 from tuner.config.algorithms import ADVANTAGES, ALGORITHMS, NOT_HERE, POLICY_LOSSES, Args
-from tuner.config.foreign import FOREIGN, Foreign, SameAs, Values
+from tuner.config.foreign import FOREIGN, Foreign, SameAs, Values, read_table
 from tuner.config.keys import fields
 from tuner.config.schema import Section, section_of
 from tuner.trinity.refusals import (
@@ -464,11 +464,41 @@ def api() -> str:
     return "\n".join(parts)
 
 
+FAULTS = f"""\
+# Faults
+
+{GENERATED} The source is `docs/faults.yaml`.
+
+What goes wrong, what comes of it, and the test that tries it. What `make test-chaos` tries beyond
+these is in [Operating](../operations.md#what-was-tried).
+"""
+
+
+def faults() -> str:
+    """The text of faults.md.
+
+    Raises:
+        ValueError: A row names no test.
+    """
+    parts, file = [FAULTS.rstrip()], ""
+    for title, rows in read_table(ROOT / "docs" / "faults.yaml").items():
+        parts += ["", f"## {title}", "", _table_row("fault", "outcome", "test"), "|---|---|---|"]
+        for fault, outcome, test in rows:
+            path, _, name = test.rpartition("::")
+            file = path or file
+            if f"def {name}(" not in (ROOT / file).read_text(encoding="utf-8"):
+                raise ValueError(f"docs/faults.yaml: {file} has no test {name}")
+            link = f"[{Path(file).stem}](../../{file})"
+            parts.append(_table_row(fault, outcome, link))
+    return "\n".join(parts) + "\n"
+
+
 PAGES: dict[Path, Callable[[], str]] = {
     REFERENCE / "configuration.md": configuration,
     REFERENCE / "capabilities.md": capabilities,
     REFERENCE / "algorithms.md": algorithms,
     REFERENCE / "commands.md": commands,
+    REFERENCE / "faults.md": faults,
     REFERENCE / "api.md": api,
     REFERENCE / "licences.md": licences.page,
     _readme.README: _readme.page,
