@@ -135,13 +135,17 @@ async def test_what_is_cut_off_is_stored_as_undelivered(tmp_path):
     assert calls[0].call.sampled_tokens > 0
 
 
-async def test_what_is_in_flight_ends_before_the_server_does(tmp_path):
+async def test_what_is_in_flight_neither_rests_nor_ends_with_the_server(tmp_path, monkeypatch):
+    monkeypatch.setattr("tuner.serving.routing.RESTING_SECONDS", -1)
     asked = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 60}
     async with served(tmp_path) as asking:
         id_, key = await asking.opened()
         client = openai.AsyncOpenAI(base_url=f"{asking.root}/v1", api_key=key, max_retries=0)
         answer = asyncio.ensure_future(client.chat.completions.create(**asked))
         await until(lambda: asking.server.live.busy(id_) or answer.done())
+        assert not answer.done()
+        asking.server.live.rest()
+        assert asking.server.live.count == 1
     tokens = (await answer).usage.completion_tokens
     await client.close()
     async with served(tmp_path) as asking:
