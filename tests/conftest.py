@@ -7,7 +7,6 @@ import os
 import ssl
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -75,13 +74,12 @@ def random_model_path(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def forked_workers():
-    """Workers that are forked: importing PyTorch takes longer than what most of them do."""
-    from tests.kit.forked import ForkedWorker
+    """Workers that are forked."""
+    from tests.kit.forked import SUBPROCESS
     from tuner.rollouts import any_worker
 
-    popen = SimpleNamespace(**vars(subprocess) | {"Popen": ForkedWorker})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(any_worker, "subprocess", popen)
+        patch.setattr(any_worker, "subprocess", SUBPROCESS)
         yield
 
 

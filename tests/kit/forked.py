@@ -9,11 +9,13 @@ import multiprocessing
 import os
 import runpy
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -117,3 +119,7 @@ def _work(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+SUBPROCESS = SimpleNamespace(**vars(subprocess) | {"Popen": ForkedWorker})
+"""For `any_worker.subprocess`: importing PyTorch takes longer than what most workers do."""

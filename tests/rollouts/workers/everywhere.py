@@ -19,7 +19,7 @@ import pytest
 from tests.kit import forked
 from tuner.gateway import Session, session_api
 from tuner.gateway.session_api import RemoteSession
-from tuner.rollouts import RolloutRunner, chat_models
+from tuner.rollouts import RolloutRunner, any_worker, chat_models
 from tuner.rollouts import worker_pool as pool
 from tuner.rollouts.worker_pool import Pool
 from tuner.runs import stack
@@ -94,6 +94,7 @@ def _with_workers(config, *functions):
 
 
 stack.pool_of = _with_workers
+any_worker.subprocess = forked.SUBPROCESS
 
 
 # Runners that a test makes itself.
