@@ -373,7 +373,9 @@ def _decompressed(body: bytes, encoding: str, limit: int) -> bytes:
     try:
         text = decoder.decompress(body, min(limit + 1, sys.maxsize))
     except zlib.error as error:
-        raise RequestError(f"the body is not {encoding}, as its Content-Encoding says: {error}") from None
+        raise RequestError(
+            f"the body is not {encoding}, as its Content-Encoding says: {error}"
+        ) from None
     if len(text) > limit:
         raise _too_large(limit)
     if not decoder.eof or decoder.unused_data:
@@ -395,7 +397,7 @@ async def _in_time(receive: Receive, patience: float) -> Message:
 async def _send(
     reply: Reply, send: Send, connection: _HttpConnection | None, *, head: bool
 ) -> None:
-    """Send a reply; to HEAD without its body, and the connection ends for clients that expect it."""
+    """Send a reply. HEAD gets no body, and the connection ends for clients that wait for one."""
     kind = reply.content_type
     own = (
         ("content-length", str(len(reply.body))),

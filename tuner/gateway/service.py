@@ -169,8 +169,10 @@ _DEPLOYMENT = re.compile(r"^(?:/v1|/openai)/deployments/[^/]+(?=/)")
 
 
 def served_path(path: str) -> str:
-    """The path that a client means: a base URL with a slash at its end makes two in a path,
-    Anthropic's client appends "/v1/messages" to one that ends in "/v1", and Azure's names the model.
+    """The path that a client means.
+
+    A base URL with a slash at its end makes two in a path, Anthropic's client appends
+    "/v1/messages" to one that ends in "/v1", and Azure's puts the model's name into the path.
     """
     path = re.sub("/{2,}", "/", path).rstrip("/") or "/"
     path = _DEPLOYMENT.sub("/v1", path)

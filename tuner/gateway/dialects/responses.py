@@ -108,9 +108,7 @@ class _ItemReader:
                 f"is {shown(type_)}: this gateway supports items of type {', '.join(readers)}",
             )
         read, known = readers[type_]
-        only_keys(
-            item, ("type", "id", *known), at, f"an item of type {type_!r}", ignored=_IGNORED
-        )
+        only_keys(item, ("type", "id", *known), at, f"an item of type {type_!r}", ignored=_IGNORED)
         if item.get("id") is not None:
             string((*at, "id"), item["id"])
         read(item, at)
@@ -208,9 +206,7 @@ def _response_of(item_id: Any) -> str | None:
 _IGNORED = ("phase", "parsed", "parsed_arguments", "provider_specific_fields")
 
 
-def _text_parts(
-    content: Any, at: Path, types: tuple[str, ...] = ()
-) -> str | list[dict[str, Any]]:
+def _text_parts(content: Any, at: Path, types: tuple[str, ...] = ()) -> str | list[dict[str, Any]]:
     """Text in the form of a chat message: one string, or several text parts."""
     if isinstance(content, str):
         return content

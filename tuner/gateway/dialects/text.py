@@ -82,7 +82,8 @@ class TextExchange(ChatExchange):
     """`POST /v1/completions`.
 
     Token ids in the prompt go to the engine unchanged; text is encoded once, with the special
-    tokens that the tokenizer adds to a text, as in vLLM. In the trace the call's only message has the role "prompt".
+    tokens that the tokenizer adds to a text, as in vLLM. In the trace the call's only message has
+    the role "prompt".
     """
 
     chunk = "text_completion"
