@@ -170,6 +170,7 @@ class _HttpConnection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # h1
     answering: asyncio.Task[Any] | None = None
     """The task that answers its request, cancelled when the client disconnects."""
     gone = False
+    parser: Any  # of httptools; h11 has none
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(_Joined(transport))
@@ -207,9 +208,11 @@ class _HttpConnection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # h1
 
     def handle_websocket_upgrade(self, *_: Any) -> None:
         """Parse such a request again without its offer, which a server may ignore."""
-        rest = self._data[sys.exc_info()[1].args[0] :]  # what httptools has not parsed
+        stopped: Any = sys.exc_info()[1]  # httptools.HttpParserUpgrade: at which byte
+        rest = self._data[stopped.args[0] :]
         kept = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
-        request = b"%b %b HTTP/1.1" % (self.parser.get_method(), self.url)
+        version = self.parser.get_http_version().encode()
+        request = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)
         self.parser = type(self.parser)(self)
         self.data_received(b"\r\n".join([request, *kept, b"", rest]))
 
