@@ -30,6 +30,19 @@ SCHEMA = {
 FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
 STRICT = {"type": "function", "function": {"name": "sub", "parameters": SCHEMA, "strict": True}}
 ALLOWED = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "add"}}]}
+# An answer as other services' clients send it back.
+ECHOED = {
+    "role": "assistant",
+    "content": [{"type": "thinking", "thinking": "why"}, {"type": "refusal", "refusal": "no"}],
+    "refusal": "never",
+    "reasoning_details": [
+        {"type": "reasoning.text", "text": "why"},
+        {"type": "reasoning.encrypted"},
+    ],
+    "thinking_blocks": [{"type": "redacted_thinking", "data": "x"}],
+    "parsed": {"a": 1},
+    "tool_calls": [{"id": "c", "index": 0, "function": {**FUNCTION, "parsed_arguments": {}}}],
+}
 USED = {"type": "tool_use", "id": "c", "name": "add", "input": {"a": 2, "b": [40, None]}}
 
 BODIES: dict[str, list[dict[str, Any]]] = {
@@ -63,12 +76,14 @@ BODIES: dict[str, list[dict[str, Any]]] = {
             "tool_choice": {"type": "allowed_tools", "allowed_tools": ALLOWED},
         },
         {"messages": [USER], "user": "u", "metadata": {"a": "b"}, "store": False, "min_p": 0},
+        {"messages": [USER, ECHOED, USER], "reasoning_effort": None},
     ],
     "/v1/completions": [
         {"prompt": "2+40=", "max_tokens": 9, "stop": "no"},
         {"prompt": ["a", "b"], "n": 2, "logprobs": 2, "best_of": 2},
         {"prompt": [[1, 2, 3], [4]], "return_token_ids": True, "echo": False, "seed": -1},
         {"prompt": [5, 6, 7], "temperature": 0, "top_p": 1, "suffix": "", "user": "u"},
+        {"prompt": "2+40=", "add_special_tokens": True, "bad_words": []},
     ],
     "/v1/responses": [
         {"input": "2+40?", "instructions": "Add.", "max_output_tokens": 20},
@@ -93,13 +108,32 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {"input": "hi", "text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}},
         {"input": "go on", "previous_response_id": "resp_0", "store": True, "metadata": {"a": "b"}},
         {"input": [{"type": "item_reference", "id": "msg_0"}, USER], "temperature": 1, "seed": 3},
+        {
+            "input": [
+                {"type": "reasoning", "encrypted_content": "x"},
+                {
+                    "role": "assistant",
+                    "phase": "commentary",
+                    "content": [{"type": "refusal", "refusal": "no"}],
+                },
+                {"type": "function_call", "call_id": "c", **FUNCTION, "parsed_arguments": {}},
+                USER,
+            ],
+        },
     ],
     "/v1/messages": [
         {"messages": [USER], "max_tokens": 20, "system": "Add.", "stop_sequences": ["no"]},
         {
             "messages": [
                 PARTS,
-                {"role": "assistant", "content": [{"type": "text", "text": "a"}, USED]},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "redacted_thinking", "data": "x"},
+                        {"type": "text", "text": "a"},
+                        USED,
+                    ],
+                },
                 {
                     "role": "user",
                     "content": [{"type": "tool_result", "tool_use_id": "c", "content": "42"}],

@@ -278,6 +278,7 @@ async def test_blocks_become_the_messages_of_chat_completions() -> None:
                         "role": "assistant",
                         "content": [
                             {"type": "thinking", "thinking": "Hm, ", "signature": "s"},
+                            {"type": "redacted_thinking", "data": "x"},
                             {"type": "thinking", "thinking": "yes.", "signature": "s"},
                             {"type": "text", "text": "I "},
                             {"type": "text", "text": "add."},

@@ -154,7 +154,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": block("user", type="search_result")}, "search_result"),
     ({"messages": block("user", type="thinking", thinking="x")}, "thinking"),
     ({"messages": block("user", type={})}, r"content\[0\].type"),
-    ({"messages": block("assistant", type="redacted_thinking", data="x")}, "encrypted reasoning"),
     ({"messages": block("assistant", type="tool_result", tool_use_id="x")}, "tool_result"),
     ({"messages": block("assistant", type="server_tool_use", id="x")}, "server_tool_use"),
     ({"messages": block("assistant", type="text")}, r"content\[0\].text must be a string"),

@@ -92,19 +92,6 @@ async def test_every_role_reaches_the_template() -> None:
         assert "<tool_response>\n3\n</tool_response>" in prompt
 
 
-async def test_broken_arguments_of_an_earlier_call_are_shown_to_the_model_as_they_are() -> None:
-    async with gateway_of(StubEngine()) as gateway:
-        session = gateway.open_session("r")
-        call = {"name": "add", "arguments": '{"a": '}
-        message = {
-            "role": "assistant",
-            "content": "x",
-            "tool_calls": [{"id": "c", "type": "function", "function": call}],
-        }
-        await ask(session, [*USER, message, {"role": "tool", "tool_call_id": "c", "content": "!"}])
-        assert '"arguments": {"a": }' in text_of(session.calls[0].prompt_ids)
-
-
 async def test_tool_calls_have_unique_ids_and_the_models_own_argument_text() -> None:
     other = CALL.replace('{"a": 1, "b": 2}', '{"a":1,  "b":2}')
     text = f"Sum.\n{CALL}\n{other}"

@@ -22,6 +22,7 @@ from tests.kit.toy import ADD_TOOL, TEMPLATE, tokenizer
 from tuner.errors import ConfigError
 from tuner.gateway import ChatRenderer, Gateway
 from tuner.gateway.families.parsing import TOOL_CALL_PARSERS, ParsedToolCall
+from tuner.gateway.requests import check_messages
 
 ANY_TOOL = {
     "type": "function",
@@ -96,6 +97,21 @@ def test_arguments_are_the_text_that_the_model_wrote(family: Family, given: str)
     text = "Let me see. " + family.call % given
     read = TOOL_CALL_PARSERS[family.tool_call_parser]
     assert read(text, [ANY_TOOL]) == ("Let me see. ", (ParsedToolCall("add", given),), 0)
+
+
+@family_of
+@settings(deadline=None, max_examples=few(30))
+@given(data=st.data())
+def test_every_call_that_is_answered_may_be_sent_back(family: Family, data: Any) -> None:
+    given = st.text('{}[]":, 1eNa\\', max_size=12) | st.just('{"a": 1e999}')
+    shown = data.draw(
+        st.lists(given.map(lambda text: family.call % text) | texts(family), max_size=4)
+    )
+    read = TOOL_CALL_PARSERS[family.tool_call_parser]
+    for call in read("".join(shown), [ANY_TOOL])[1]:
+        function = {"name": call.name, "arguments": call.arguments}
+        sent = {"role": "assistant", "tool_calls": [{"id": "c", "function": function}]}
+        assert check_messages([sent]) == [sent]
 
 
 @family_of

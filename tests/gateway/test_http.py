@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
+import gzip
 import json
 import subprocess
 import sys
+import tracemalloc
+import zlib
+from typing import Any
 
 import httpx
 import openai
@@ -13,7 +18,9 @@ import pytest
 
 from tests.engines.models import until
 from tests.kit.toy import StubEngine, gateway_of
-from tuner.gateway import http as door
+from tuner.gateway import Gateway
+from tuner.gateway import http as door_module
+from tuner.gateway.request_error import RequestError
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -94,12 +101,175 @@ async def test_an_answer_without_a_body_is_not_held_back() -> None:
             answer = await client.head(
                 f"{gateway.base_url}/models", headers={"Authorization": f"Bearer {session.key}"}
             )
-            assert answer.status_code == 404
+            assert answer.status_code == 200
             assert answer.content == b""
 
 
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/chat/completions", "/v1/nothing"])
+async def test_an_answer_to_head_ends_also_for_a_client_that_expects_a_body(path: str) -> None:
+    async with gateway_of(StubEngine()) as gateway, asyncio.timeout(60):
+        head = f"HEAD {path} HTTP/1.1\r\nhost: localhost\r\n\r\n"
+        reader, writer = await connected(gateway)
+        writer.write(head.encode())
+        assert (await reader.read()).endswith(b"\r\n\r\n")
+        writer.close()
+
+
+async def connected(gateway: Gateway) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    url = httpx.URL(gateway.base_url)
+    return await asyncio.open_connection(url.host, url.port)
+
+
+BODIES = {
+    "/v1/chat/completions": {"messages": USER},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": USER, "max_tokens": 9},
+    "/v1/messages/count_tokens": {"messages": USER},
+}
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        "{0}/",
+        "{0}//",
+        "/{0}",
+        "//{0}/",
+        "/v1{0}",
+        "/v1//{1}",
+        "/v1/deployments/tiny/{1}",
+        "/openai/deployments/tiny/{1}?api-version=1",
+    ],
+)
+@pytest.mark.parametrize("door_of_server", [False, True])
+async def test_paths_are_those_that_a_base_url_with_a_slash_makes(
+    spelling: str, door_of_server: bool
+) -> None:
+    async def beside(scope: object, receive: object, send: object) -> None:
+        raise AssertionError("the path belongs to the gateway")
+
+    async with gateway_of(StubEngine(["a"] * 5)) as gateway, httpx.AsyncClient() as client:
+        session = gateway.open_session("r")
+        key = {"Authorization": f"Bearer {session.key}"}
+        if door_of_server:
+            gateway._where = door_module.Opening(beside=beside)  # type: ignore[arg-type]
+        root = gateway.base_url.removesuffix("/v1")
+        for path, body in BODIES.items():
+            url = root + spelling.format(path, path.removeprefix("/v1/"))
+            answer = await client.post(url, json={"model": "tiny", **body}, headers=key)
+            assert answer.status_code == 200, answer.text
+        models = root + spelling.format("/v1/models", "models")
+        assert (await client.get(models, headers=key)).json()["data"][0]["id"] == "tiny"
+        assert len(session.calls) == 4
+
+
+async def test_a_model_can_be_asked_for(door: Any) -> None:
+    async with gateway_of(StubEngine()) as gateway:
+        session = gateway.open_session("r")
+        session.other_names = ("Org/Name",)
+        client = door(session)
+        for name in ("tiny", "Org/Name"):
+            assert (await client.models.retrieve(name)).id == name
+        with pytest.raises(openai.NotFoundError, match="this key's model is 'tiny'"):
+            await client.models.retrieve("other")
+
+
+async def test_azures_client_is_answered() -> None:
+    async with gateway_of(StubEngine(["hello"])) as gateway:
+        session = gateway.open_session("r")
+        client = openai.AsyncAzureOpenAI(
+            base_url=session.base_url, api_key=session.key, api_version="2024-10-21", max_retries=0
+        )
+        async with client:
+            answer = await client.chat.completions.create(model="tiny", messages=USER)
+        assert answer.choices[0].message.content == "hello"
+
+
+PACKED = {
+    "gzip": gzip.compress,
+    "x-gzip": gzip.compress,
+    "GZIP": gzip.compress,
+    "deflate": zlib.compress,
+    "identity": lambda body: body,
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_compressed_bodies_and_a_byte_order_mark_change_nothing(path: str) -> None:
+    async with gateway_of(StubEngine(["a"] * 9)) as gateway, httpx.AsyncClient() as client:
+        session = gateway.open_session("r")
+        body = json.dumps({"model": "tiny", **BODIES[path]}).encode()
+        root = gateway.base_url.removesuffix("/v1")
+        for mark in (b"", codecs.BOM_UTF8):
+            for encoding, pack in PACKED.items():
+                headers = {"Authorization": f"Bearer {session.key}", "Content-Encoding": encoding}
+                answer = await client.post(root + path, content=pack(mark + body), headers=headers)
+                assert answer.status_code == 200, answer.text
+        assert len({(call.prompt_ids, str(call.messages)) for call in session.calls}) <= 1
+
+
+@pytest.mark.parametrize(
+    ("encoding", "packed", "status", "sentence"),
+    [
+        ("br", b"{}", 415, 'the Content-Encoding is "br": send gzip, deflate or no encoding'),
+        ("gzip, gzip", b"{}", 415, "send gzip, deflate"),
+        ("gzip", b"{}", 400, "is not gzip, as its Content-Encoding says"),
+        ("deflate", b"{}", 400, "is not deflate"),
+        ("gzip", gzip.compress(b"{}")[:-4], 400, "one complete gzip stream"),
+        ("gzip", gzip.compress(b"{}") * 2, 400, "one complete gzip stream"),
+        ("gzip", gzip.compress(b" " * 1001), 413, "larger than 1000 bytes"),
+        ("deflate", zlib.compress(b" " * 10_000_000), 413, "larger than"),
+    ],
+)
+async def test_bodies_that_cannot_be_unpacked_are_refused(
+    encoding: str, packed: bytes, status: int, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door_module, "MAX_BODY_BYTES", max(1000, len(packed)))
+    async with gateway_of(StubEngine()) as gateway, httpx.AsyncClient() as client:
+        key = gateway.open_session("r").key
+        headers = {"Authorization": f"Bearer {key}", "Content-Encoding": encoding}
+        url = f"{gateway.base_url}/chat/completions"
+        answer = await client.post(url, content=packed, headers=headers)
+        assert answer.status_code == status
+        assert sentence in answer.json()["error"]["message"]
+
+
+def test_a_body_is_unpacked_only_up_to_the_limit() -> None:
+    bomb = gzip.compress(b" " * 50_000_000)
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError, match="larger than 1000 bytes"):
+            door_module._decompressed(bomb, "gzip", 1000)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("cut", [1, 40, 160, 250, 10_000])
+async def test_an_offer_of_http_2_is_answered_in_http_1(cut: int) -> None:
+    async with gateway_of(StubEngine(["a", "b"])) as gateway, asyncio.timeout(60):
+        session = gateway.open_session("r")
+        body = json.dumps({"model": "tiny", "messages": USER}).encode()
+        request = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
+            "connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
+            f"authorization: Bearer {session.key}\r\ncontent-length: {len(body)}\r\n\r\n"
+        ).encode() + body
+        reader, writer = await connected(gateway)
+        for _ in range(2):  # on one connection
+            writer.write(request[:cut])
+            await asyncio.sleep(0)
+            writer.write(request[cut:])
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            assert head.startswith("HTTP/1.1 200 ")
+            await reader.readexactly(int(head.partition("content-length: ")[2].split()[0]))
+        writer.close()
+        assert [call.response["content"] for call in session.calls] == ["a", "b"]
+
+
 async def test_body_over_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(door_module, "MAX_BODY_BYTES", 1000)
     async with gateway_of(StubEngine()) as gateway:
         session = gateway.open_session("r")
         body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "x"}]})
@@ -118,7 +288,7 @@ async def test_body_over_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "STALLED_SECONDS", 0.05)
+    monkeypatch.setattr(door_module, "STALLED_SECONDS", 0.05)
     async with gateway_of(StubEngine()) as gateway:
         url = httpx.URL(gateway.base_url)
         reader, writer = await asyncio.open_connection(url.host, url.port)
@@ -142,7 +312,7 @@ async def test_headers_that_do_not_come_are_given_up(
             assert gateway._door is not None
             gateway._door._server.config.timeout_keep_alive = 1
         else:
-            monkeypatch.setattr(door, "STALLED_SECONDS", 0.2)
+            monkeypatch.setattr(door_module, "STALLED_SECONDS", 0.2)
         reader, writer = await asyncio.open_connection(url.host, url.port)
         if before:
             writer.write(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n")
@@ -157,7 +327,7 @@ async def test_headers_that_do_not_come_are_given_up(
 async def test_request_that_takes_longer_than_headers_may_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(door, "STALLED_SECONDS", 0.2)
+    monkeypatch.setattr(door_module, "STALLED_SECONDS", 0.2)
     engine = StubEngine(["late"])
     engine.gate.clear()
     async with gateway_of(engine) as gateway:
@@ -175,7 +345,7 @@ async def test_request_that_takes_longer_than_headers_may_is_answered(
 
 
 async def test_one_connection_too_many_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(door_module, "MAX_CONNECTIONS", 1)
     async with gateway_of(StubEngine()) as gateway, asyncio.timeout(60):
         url = httpx.URL(gateway.base_url)
         _, writer = await asyncio.open_connection(url.host, url.port)
@@ -233,7 +403,7 @@ async def test_websocket_is_refused() -> None:
 async def test_client_that_stops_reading_a_stream_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(door, "STALLED_SECONDS", 0.05)
+    monkeypatch.setattr(door_module, "STALLED_SECONDS", 0.05)
     engine = StubEngine(["abc"])
     async with gateway_of(engine) as gateway:
         session = gateway.open_session("r")
@@ -256,7 +426,7 @@ async def test_client_that_stops_reading_a_stream_is_given_up(
             "headers": [(b"authorization", f"Bearer {session.key}".encode())],
         }
         async with asyncio.timeout(60):
-            await door._Endpoint(gateway)(scope, receive, send)  # type: ignore[arg-type]
+            await door_module._Endpoint(gateway)(scope, receive, send)  # type: ignore[arg-type]
         assert engine.sampling == engine.waiting == 0
         assert not any(not call.undelivered for call in session.calls)
 
@@ -305,7 +475,7 @@ async def test_head_and_body_of_an_answer_are_one_packet() -> None:
         def write(self, data: bytes) -> None:
             written.append(data)
 
-    joined = door._Joined(Transport())
+    joined = door_module._Joined(Transport())
     joined.more_comes = True
     for data in (b"head", b"body", b"other"):
         joined.write(data)

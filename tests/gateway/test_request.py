@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import typing
 from typing import Any
 
@@ -143,7 +144,7 @@ REFUSED = [
     ("web_search_options", {}, "tool"),
     ("functions", [{"name": "f"}], "use tools"),
     ("function_call", "auto", "use tools"),
-    ("reasoning_effort", "low", "chat_template_kwargs"),
+    ("reasoning_effort", "low", "does not read reasoning_effort"),
     ("enable_thinking", True, "chat_template_kwargs"),
     ("verbosity", "low", "chat_template_kwargs"),
     ("temperature", 2.5, "from 0 to 2"),
@@ -192,7 +193,27 @@ REFUSED = [
     ("messages", [{"role": "user", "content": "x", "colour": 5}], "colour.*leave it out"),
     ("messages", [{"role": "user", "content": "x", "tool_calls": [CALL]}], "role 'user'"),
     ("messages", [{"role": "tool", "content": "x"}], "tool_call_id is missing"),
-    ("messages", [{"role": "assistant", "refusal": "no"}], "refusal"),
+    ("messages", [{"role": "assistant", "refusal": 5}], "refusal must be a string"),
+    ("messages", [{"role": "assistant", "function_call": {"name": "f"}}], "tool_calls"),
+    ("messages", [{"role": "assistant", "audio": {"id": "a"}}], "audio is not a field"),
+    ("messages", [{"role": "user", "content": [{"type": "thinking"}]}], "text parts only"),
+    ("messages", [{"role": "assistant", "content": [{"type": "refusal"}]}], "refusal must be"),
+    ("messages", [{"role": "assistant", "thinking_blocks": {"a": 1}}], "must be an array"),
+    (
+        "messages",
+        [{"role": "assistant", "reasoning_details": [{"type": ["reasoning.text"]}]}],
+        r"reasoning_details\[0\].type is .* use thinking",
+    ),
+    (
+        "messages",
+        [{"role": "assistant", "content": ["x", {"type": "thinking", "thinking": 5}]}],
+        r"content\[0\] must be an object",
+    ),
+    (
+        "messages",
+        [{"role": "assistant", "content": [{"type": "thinking", "thinking": 5}]}],
+        r"content\[0\].thinking must be a string",
+    ),
     ("messages", [{"role": "assistant", "tool_calls": {}}], "must be an array"),
     ("messages", [{"role": "assistant", "tool_calls": [5]}], r"tool_calls\[0\] must be"),
     (
@@ -354,6 +375,144 @@ async def test_message_echoed_with_every_field_of_the_clients_type_is_accepted()
         assert (await send(gateway, {"model": "tiny", "messages": messages}))[0] == 200
 
 
+PLAIN = {"role": "assistant", "content": "yes", "reasoning_content": "why"}
+THOUGHT = {"type": "thinking", "thinking": "why", "signature": "s"}
+ENCRYPTED = {"type": "redacted_thinking", "data": "x"}
+YES = {"type": "text", "text": "yes"}
+ECHOED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    # What means nothing for the prompt.
+    ({**PLAIN, "annotations": [{"type": "url_citation"}]}, PLAIN),
+    ({**PLAIN, "parsed": {"a": 1}}, PLAIN),
+    ({**PLAIN, "provider_specific_fields": {"a": 1}}, PLAIN),
+    ({**PLAIN, "cache_control": {"type": "ephemeral"}}, PLAIN),
+    ({**PLAIN, "reasoning_details": [{"type": "reasoning.text", "text": "why"}]}, PLAIN),
+    ({**PLAIN, "thinking_blocks": [THOUGHT, ENCRYPTED]}, PLAIN),
+    (
+        {
+            **PLAIN,
+            "tool_calls": [
+                {
+                    **CALL,
+                    "index": 0,
+                    "extra_content": {"a": 1},
+                    "function": {**CALL["function"], "parsed_arguments": {"a": 1}},  # type: ignore[dict-item]
+                }
+            ],
+        },
+        {**PLAIN, "tool_calls": [CALL]},
+    ),
+    # What is said in another place.
+    ({**PLAIN, "content": [THOUGHT, ENCRYPTED, YES], "reasoning_content": None}, PLAIN),
+    (
+        {"role": "assistant", "content": [{**THOUGHT, "thinking": [{**YES, "text": "why"}]}, YES]},
+        PLAIN,
+    ),
+    ({"role": "assistant", "content": "yes", "thinking_blocks": [THOUGHT]}, PLAIN),
+    (
+        {
+            "role": "assistant",
+            "content": "yes",
+            "reasoning": None,
+            "reasoning_details": [
+                {"type": "reasoning.summary", "summary": "wh"},
+                {"type": "reasoning.encrypted", "data": "x"},
+                {"type": "reasoning.text", "text": "y", "signature": None},
+            ],
+        },
+        PLAIN,
+    ),
+    ({**PLAIN, "content": None, "refusal": "yes"}, PLAIN),
+    ({**PLAIN, "content": [{"type": "refusal", "refusal": "yes"}]}, PLAIN),
+    ({**PLAIN, "content": "yes", "refusal": "no"}, {**PLAIN, "content": "yes\nno"}),
+    ({**PLAIN, "content": [ENCRYPTED]}, {**PLAIN, "content": None}),
+]
+
+
+@pytest.mark.parametrize(("echoed", "plain"), ECHOED)
+async def test_an_answer_echoed_by_another_client_gives_the_prompt_of_the_plain_one(
+    echoed: dict[str, Any], plain: dict[str, Any]
+) -> None:
+    engine = StubEngine()
+    # It shows every field.
+    template = "[{% for m in messages %}{{ m | tojson }}{{ ',' * (not loop.last) }}{% endfor %}]"
+    async with gateway_of(engine, chat_template=template, tool_call_parser="none") as gateway:
+        for answer in (echoed, plain):
+            body = {"model": "tiny", "messages": [*USER, answer, *USER]}
+            status, reply = await send(gateway, body)
+            assert status == 200, reply
+        said, same = (json.loads(gateway.renderer.decode(ids)) for ids, _, _ in engine.requests)
+        assert said == same
+
+
+async def test_the_effort_of_reasoning_reaches_a_template_that_reads_it() -> None:
+    template = "{{ reasoning_effort }}{%- for m in messages %}{{ m.content }}{%- endfor %}"
+    engine = StubEngine()
+    bodies = {
+        "chat/completions": {"messages": USER, "reasoning_effort": "low"},
+        "responses": {"input": "hi", "reasoning": {"effort": "low"}},
+        "messages": {"messages": USER, "max_tokens": 9, "output_config": {"effort": "low"}},
+    }
+    async with gateway_of(engine, chat_template=template) as gateway:
+        headers = {"authorization": f"Bearer {gateway.open_session('r').key}"}
+        for path, body in bodies.items():
+            for kwargs, status in (({}, 200), ({"reasoning_effort": "high"}, 400)):
+                asked = {"model": "tiny", "chat_template_kwargs": kwargs, **body}
+                reply = await gateway.handle(
+                    "POST", f"/v1/{path}", headers, json.dumps(asked).encode()
+                )
+                assert reply.status == status
+        assert [gateway.renderer.decode(ids) for ids, _, _ in engine.requests] == ["lowhi"] * 3
+
+
+NO_OBJECT = ["", "[1]", "null", '{"a":', '{"a": NaN}', '{"a": -Infinity}', "5", "{} {}", "x"]
+NO_OBJECT += ['{"a": ' + "[" * 5000 + "]" * 5000 + "}", '{"a": ' + "9" * 5000 + "}"]
+
+
+@settings(max_examples=few(60), deadline=10_000)
+@given(st.sampled_from(NO_OBJECT) | st.text(max_size=9) | st.text('{}[]":, 1eNa', max_size=12))
+async def test_arguments_of_a_past_call_are_an_object_in_every_dialect(arguments: str) -> None:
+    try:
+        value = json.loads(arguments, parse_constant=lambda name: None)
+        fine = isinstance(value, dict) and "NaN" not in arguments and "Infinity" not in arguments
+    except (ValueError, RecursionError):
+        fine = False
+    function = {"name": "add", "arguments": arguments}
+    calls = [{"id": "c", "type": "function", "function": function}]
+    item = {"type": "function_call", "call_id": "c", **function}
+    places = {
+        "chat/completions": (
+            {"messages": [*USER, {"role": "assistant", "tool_calls": calls}, *USER]},
+            "messages[1].tool_calls[0].function.arguments",
+        ),
+        "responses": ({"input": [*USER, item, *USER]}, "input[1].arguments"),
+    }
+    async with gateway_of(StubEngine()) as gateway:
+        headers = {"authorization": f"Bearer {gateway.open_session('r').key}"}
+        for path, (body, place) in places.items():
+            asked = json.dumps({"model": "tiny", **body}).encode()
+            reply = await gateway.handle("POST", f"/v1/{path}", headers, asked)
+            assert reply.status == (200 if fine else 400)
+            if not fine:
+                error = json.loads(reply.body)["error"]
+                assert error["param"] == place
+                assert error["message"].startswith(place)
+
+
+async def test_numbers_beyond_floats_in_a_past_call_are_shown_as_json() -> None:
+    engine = StubEngine()
+    called = {**CALL, "function": {"name": "add", "arguments": '{"a": 1e999, "b": [-1e999]}'}}
+    messages = [*USER, {"role": "assistant", "tool_calls": [called]}, *USER]
+    async with gateway_of(engine) as gateway:
+        assert (await send(gateway, {"model": "tiny", "messages": messages}))[0] == 200
+        text = gateway.renderer.decode(engine.requests[0][0])
+        shown = text.partition("<tool_call>")[2].partition("</tool_call>")[0]
+        largest = sys.float_info.max
+        assert json.loads(shown, parse_constant=pytest.fail)["arguments"] == {
+            "a": largest,
+            "b": [-largest],
+        }
+
+
 scalars = (
     st.none()
     | st.booleans()
@@ -390,6 +549,7 @@ messages = (
     | role("user", {"content": content}, name=texts)
     | role("tool", {"content": content, "tool_call_id": texts}, name=texts)
     | role("assistant", {}, content=content, reasoning_content=texts, tool_calls=st.just([CALL]))
+    | st.sampled_from([echoed for echoed, _ in ECHOED])
 )
 mixed = messages.flatmap(
     lambda message: st.dictionaries(st.sampled_from([*message, "zzz"]), anything, max_size=1).map(

@@ -100,7 +100,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("input", [{"role": "tool", "content": "x"}], 'role is "tool"'),
     ("input", [{"role": "user"}], r"input\[0\].content must be"),
     ("input", [{**HI, "colour": 5}], "colour.*leave it out"),
-    ("input", [{"role": "assistant", "content": "x", "phase": "commentary"}], "phase"),
+    ("input", [{"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}], "text only"),
     ("input", [{"role": "user", "content": [{"type": "input_image"}]}], "input_image.*text only"),
     ("input", [{"role": "user", "content": [{"type": "input_text"}]}], "text must be a string"),
     ("input", [{"role": "assistant", "content": [{"type": "refusal"}]}], "refusal"),
@@ -109,7 +109,6 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("input", [{**CALL, "namespace": "n"}], "namespace"),
     ("input", [{**OUTPUT, "output": 5}], "output must be a string or an array"),
     ("input", [{**OUTPUT, "output": [{"type": "input_file"}]}], "text only"),
-    ("input", [{"type": "reasoning", "id": "rs_0", "encrypted_content": "x"}], "cannot be read"),
     ("input", [{**HI, "id": 5}], "id must be a string"),
     ("instructions", ["x"], "must be a string"),
     ("previous_response_id", "resp_0", "no stored response"),
@@ -129,7 +128,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("text", {"colour": 5}, "text.colour"),
     ("text", {"verbosity": "low"}, "text.verbosity"),
     ("reasoning", {"summary": "auto"}, "reasoning.summary.*no summaries"),
-    ("reasoning", {"effort": "low"}, "reasoning.effort"),
+    ("reasoning", {"effort": "low"}, "reasoning.effort.*does not read reasoning_effort"),
+    ("reasoning", {"effort": 5}, "reasoning.effort must be a string"),
     ("reasoning", {"mode": "pro"}, "reasoning.mode"),
     ("include", ["everything"], r"include\[0\]"),
     ("include", "everything", "must be an array"),
@@ -227,7 +227,7 @@ def reasoning(text: str, **fields: Any) -> dict[str, Any]:
     return {"type": "reasoning", "summary": [], "content": [part], **fields}
 
 
-def message(text: str, **fields: Any) -> dict[str, Any]:
+def message(text: Any, **fields: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": text, **fields}
 
 
@@ -248,6 +248,13 @@ def message(text: str, **fields: Any) -> dict[str, Any]:
         ([reasoning("r", summary=[{"type": "summary_text", "text": "s"}])], ["r"]),
         ([reasoning("", content=[], summary=[{"type": "summary_text", "text": "s"}])], ["s"]),
         ([{"type": "reasoning", "id": "rs_0", "summary": []}, message("m")], ["m"]),
+        # As other clients send them back.
+        ([{"type": "reasoning", "encrypted_content": "x"}, message("m")], ["m"]),
+        ([reasoning("r", encrypted_content="x"), message("m")], ["rm"]),
+        ([message("m", phase="commentary"), message("n", phase="final_answer")], ["m", "n"]),
+        ([message([{"type": "refusal", "refusal": "m"}])], ["m"]),
+        ([message([{"type": "output_text", "text": "m", "parsed": {"a": 1}}])], ["m"]),
+        ([{**CALL, "parsed_arguments": {}, "provider_specific_fields": {"a": 1}}], ["1"]),
     ],
 )
 async def test_items_of_one_answer_become_one_message(items: list[Any], turns: list[str]) -> None:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
-from tests.kit.toy import StubEngine, gateway_of, ids_of, text_of
+from tests.gateway.drift import merging
+from tests.kit.examples import few
+from tests.kit.toy import StubEngine, gateway_of, ids_of, text_of, tokenizer
+from tuner.gateway import ChatRenderer, Gateway
 
 
 async def test_text_is_completed_without_a_template() -> None:
@@ -108,3 +116,76 @@ async def test_refusals_name_the_field(fields: dict[str, Any], sentence: str) ->
         with pytest.raises(openai.BadRequestError, match=sentence):
             await session.async_client().completions.create(model="tiny", **fields)
         assert session.calls == ()
+
+
+def beginning() -> PreTrainedTokenizerFast:
+    """The toy tokenizer, which adds a token before and after a text."""
+    spoken = copy.deepcopy(tokenizer())
+    added = [("<|endoftext|>", ids_of("<|endoftext|>")[0]), ("<|im_end|>", ids_of("<|im_end|>")[0])]
+    spoken.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A <|im_end|>", special_tokens=added
+    )
+    return spoken
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_text_gets_the_tokens_that_its_tokenizer_adds_unless_they_are_switched_off(
+    stream: bool,
+) -> None:
+    engine = StubEngine(["a"] * 12)
+    renderer = ChatRenderer(beginning())
+    gateway = Gateway(engine, renderer, model_name="tiny")
+    session = gateway.open_session("r")
+    client = session.async_client()
+    whole, bare = "<|endoftext|>The sky<|im_end|>", "The sky"
+    switches: list[tuple[dict[str, Any], str]] = [
+        ({}, whole),
+        ({"add_special_tokens": None}, whole),
+        ({"add_special_tokens": True}, whole),
+        ({"add_special_tokens": False}, bare),
+    ]
+    for switch, expected in switches:
+        for prompt in (bare, list(ids_of(bare))):
+            answer: Any = await client.completions.create(
+                model="tiny", prompt=prompt, stream=stream, extra_body=switch
+            )
+            if stream:
+                assert [chunk async for chunk in answer]
+            wanted = expected if prompt == bare else bare
+            assert (
+                text_of(engine.requests[-1][0]) == text_of(session.calls[-1].prompt_ids) == wanted
+            )
+    await client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}])
+    assert not text_of(session.calls[-1].prompt_ids).startswith("<|endoftext|>")
+    await gateway.aclose()
+
+
+@settings(max_examples=few(80), deadline=None)
+@given(st.text("answer isth\n.", min_size=1, max_size=8) | st.sampled_from([" the", " answer"]))
+def test_a_bad_word_cannot_be_sampled_as_it_is_written_or_after_a_space(word: str) -> None:
+    for spoken in (tokenizer(), merging()):
+        banned = ChatRenderer(spoken).word_ids([word])
+        bare = word.lstrip()
+        for text in {word, bare, f" {bare}" if bare else ""} - {""}:
+            ids = tuple(spoken.encode(text, add_special_tokens=False))
+            assert any(ids[-len(form) :] == form for form in banned)
+        ends = [one for one in banned for other in banned if one != other and ends_with(one, other)]
+        assert len(set(banned)) == len(banned)
+        assert not ends
+
+
+def ends_with(ids: tuple[int, ...], end: tuple[int, ...]) -> bool:
+    return ids[-len(end) :] == end
+
+
+async def test_a_bad_word_of_one_token_reaches_the_engine() -> None:
+    engine = StubEngine(every_setting=True)
+    gateway = Gateway(engine, ChatRenderer(merging()), model_name="tiny")
+    await (
+        gateway.open_session("r")
+        .async_client()
+        .completions.create(model="tiny", prompt="x", extra_body={"bad_words": [" the"]})
+    )
+    (token,) = merging().encode(" the", add_special_tokens=False)
+    assert (token,) in engine.requests[0][1].bad_words
+    await gateway.aclose()

@@ -80,12 +80,11 @@ def read(path: str, body: bytes, gateway: Gateway, session: Session) -> Json:
         `{"status": ..., "error": ...}` as the client sees it, and the field in `param`.
     """
     service = session.service
-    capabilities = service.engine.capabilities
     readers: dict[str, Callable[[], Any]] = {
-        "/v1/chat/completions": lambda: read_chat_request(body, capabilities),
+        "/v1/chat/completions": lambda: read_chat_request(body, service),
         "/v1/completions": lambda: read_text_request(body, service),
         "/v1/responses": lambda: (
-            read_responses_request(body, session.responses, capabilities).completion
+            read_responses_request(body, session.responses, service).completion
         ),
         "/v1/messages": lambda: read_messages_request(body, service),
         "/v1/messages/count_tokens": lambda: read_count_request(body, service),

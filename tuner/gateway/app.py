@@ -32,6 +32,7 @@ from tuner.gateway.service import (
     Service,
     StreamReply,
     in_loop,
+    served_path,
 )
 from tuner.gateway.sessions import ROLE, SamplingDefaults, Session, SessionLimits
 from tuner.traces import ReasoningPolicy
@@ -170,6 +171,7 @@ EXCHANGES: dict[str, type[Exchange]] = {
     "/v1/responses": ResponsesExchange,
 }
 COUNT_TOKENS = "/v1/messages/count_tokens"
+MODELS = "/v1/models"
 
 
 class Gateway:
@@ -324,7 +326,7 @@ class Gateway:
         """Answer one request, from any transport. Never raises unless it is cancelled.
 
         Args:
-            method: "GET" or "POST".
+            method: "GET", "HEAD" (answered like GET; who sends the reply omits the body) or "POST".
             path: Below the base URL's host, e.g. "/v1/chat/completions".
             headers: By lower-case name.
             body: The whole body.
@@ -385,8 +387,12 @@ class Gateway:
         kind = _dialect(path, headers)
         try:
             session, role = await self._session(headers)
-            if (method, path) == ("GET", "/v1/models"):
+            method = "GET" if method == "HEAD" else method
+            if method == "GET" and (path == MODELS or path.startswith(f"{MODELS}/")):
                 form = anthropic if kind is anthropic.MessagesExchange else chat
+                if name := path.removeprefix(MODELS)[1:]:
+                    session.check_model(name)
+                    return Reply(200, json.dumps(form.model(name)).encode())
                 return Reply(200, json.dumps(form.models(self.service.model_name)).encode())
             return await self._reply(session, role, f"{method} {path}", kind, headers, body)
         except RequestError as error:
@@ -414,7 +420,7 @@ class Gateway:
         if (method, path) == ("POST", COUNT_TOKENS):
             return Reply(200, json.dumps(await anthropic.count_tokens(session, body)).encode())
         raise RequestError(
-            f"{asked} is not served here: this gateway answers GET /v1/models and "
+            f"{asked} is not served here: this gateway answers GET {MODELS}, GET {MODELS}/ID and "
             f"POST {', '.join((*EXCHANGES, COUNT_TOKENS))}",
             status=404,
         )
@@ -438,17 +444,15 @@ class Gateway:
 
 
 def presented_key(headers: Mapping[str, str]) -> tuple[str, str]:
-    """A request's key and the role that it names; both may be empty."""
+    """A request's key and the role that it names; both may be empty.
+
+    Anthropic's client sends the key in `x-api-key`, Azure's in `api-key`.
+    """
     scheme, _, given = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":
-        given = headers.get("x-api-key", "")
+        given = headers.get("x-api-key") or headers.get("api-key", "")
     key, _, role = given.strip().partition(".")
     return key, role
-
-
-def served_path(path: str) -> str:
-    """Anthropic's client appends "/v1/messages" to a base URL that already ends in "/v1"."""
-    return path.removeprefix("/v1") if path.startswith("/v1/v1/") else path
 
 
 def _dialect(path: str, headers: Mapping[str, str]) -> type[Exchange]:

@@ -410,11 +410,11 @@ class Completion:
         limit = self.service.engine.capabilities.max_model_len
         if self.request.prompts is None:
             return [chat_prompt(self.session, self.request, limit)]
-        conversations = self.session.conversations
+        encode, special = self.service.renderer.encode, self.request.add_special_tokens
         return [
-            conversations.prompt(prompt, 0, limit=limit)
-            if isinstance(prompt, str)
-            else conversations.raw(prompt)
+            self.session.conversations.raw(
+                encode(prompt, limit, special=special) if isinstance(prompt, str) else prompt
+            )
             for prompt in self.request.prompts
         ]
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
-from tuner.gateway.families.parsing import ParsedMessage, Tools
+from tuner.gateway.families.parsing import ParsedMessage, Tools, json_value
 from tuner.gateway.families.renderer import ChatRenderer
 from tuner.gateway.families.template import Message, said
 from tuner.traces import ReasoningPolicy, Rerendered
@@ -161,7 +161,7 @@ def comparable(message: ParsedMessage, text: str) -> tuple[object, ...] | None:
             spoken = start + len(part)
     try:
         calls: list[Any] = [
-            (call.name, json.dumps(json.loads(call.arguments), sort_keys=True))
+            (call.name, json.dumps(json_value(call.arguments), sort_keys=True))
             for call in message.tool_calls
         ]
     except (ValueError, RecursionError):

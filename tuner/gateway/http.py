@@ -8,9 +8,11 @@ import os
 import re
 import shutil
 import socket
+import sys
 import tempfile
 import threading
 import weakref
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +23,10 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from tuner.gateway.request_error import RequestError, shown
-from tuner.gateway.service import EVENT_STREAM, Answers, Reply, StreamReply
+from tuner.gateway.service import EVENT_STREAM, Answers, Reply, StreamReply, served_path
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
+"""Maximum size of a body, compressed or not."""
 STALLED_SECONDS = 60
 """How long a client may pause while sending headers or body, or while reading the answer."""
 MAX_CONNECTIONS = 16384
@@ -198,6 +201,7 @@ class _HttpConnection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # h1
     answering: asyncio.Task[Any] | None = None
     """The task that answers its request, cancelled when the client disconnects."""
     gone = False
+    parser: Any  # of httptools; h11 has none
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(_Joined(transport))
@@ -213,6 +217,7 @@ class _HttpConnection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # h1
         self._wait_for_headers()
 
     def data_received(self, data: bytes) -> None:
+        self._data = data
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop_waiting()
@@ -225,6 +230,22 @@ class _HttpConnection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # h1
         self.gone = True
         if self.answering is not None:
             self.answering.cancel()
+
+    def _should_upgrade(self) -> bool:
+        """Whether httptools would skip the body of a request: if it offers to go on in another
+        protocol, as Java's client offers `h2c`. WebSockets are refused by `_check_door`."""
+        offered = hasattr(self, "parser") and self._get_upgrade()
+        return bool(offered) and offered != b"websocket"
+
+    def handle_websocket_upgrade(self, *_: Any) -> None:
+        """Parse such a request again without its offer, which a server may ignore."""
+        stopped: Any = sys.exc_info()[1]  # httptools.HttpParserUpgrade: at which byte
+        rest = self._data[stopped.args[0] :]
+        kept = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        version = self.parser.get_http_version().encode()
+        request = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)
+        self.parser = type(self.parser)(self)
+        self.data_received(b"\r\n".join([request, *kept, b"", rest]))
 
     @property
     def read_whole(self) -> bool:
@@ -285,31 +306,34 @@ class _Endpoint:
             for name, value in scope["headers"]
         }
         connection: _HttpConnection | None = scope.get("state", {}).get(_CONNECTION)
-        joined = None if scope["method"] == "HEAD" else connection  # whose answers have no body
+        path = served_path(scope["path"])
+        head = scope["method"] == "HEAD"
         try:
             _check_door(headers, self._opening.names)
             there = connection is not None and connection.read_whole
             limit = self._opening.max_body_bytes or MAX_BODY_BYTES
             body = await _body(receive, limit, None if there else STALLED_SECONDS)
+            if body and (encoding := headers.get("content-encoding")):
+                body = _decompressed(body, encoding.lower(), limit)
             self._gateway.check_not_stuck(headers)
         except RequestError as error:
-            refusal = self._gateway.refusal(scope["path"], headers, error)
-            await _send(refusal, send, joined)
+            refusal = self._gateway.refusal(path, headers, error)
+            await _send(refusal, send, connection, head=head)
             return
         if body is None:
             return
-        if self._beside is not None and not scope["path"].startswith("/v1/"):
+        if self._beside is not None and not path.startswith("/v1/"):
             await self._beside(scope, _received(body, receive), send)
             return
         task = asyncio.current_task()
         if connection is not None:
             connection.answering = task
         try:
-            reply = await self._gateway.handle(scope["method"], scope["path"], headers, body)
+            reply = await self._gateway.handle(scope["method"], path, headers, body)
             if isinstance(reply, StreamReply):
                 await _send_events(reply, send)
             else:
-                await _send(reply, send, joined)
+                await _send(reply, send, connection, head=head)
         except asyncio.CancelledError:
             if connection is None or not connection.gone or (task and task.uncancel()):
                 raise  # this request was cancelled
@@ -360,13 +384,43 @@ async def _body(receive: Receive, limit: int, patience: float | None) -> bytes |
         chunk = event.get("body", b"")
         size += len(chunk)
         if size > limit:
-            raise RequestError(
-                f"the body is larger than {limit} bytes: send fewer or shorter messages",
-                status=413,
-            )
+            raise _too_large(limit)
         chunks.append(chunk)
         if not event.get("more_body", False):
             return b"".join(chunks)
+
+
+def _decompressed(body: bytes, encoding: str, limit: int) -> bytes:
+    """A body without its `Content-Encoding`.
+
+    Args:
+        limit: Maximum number of bytes of the result; no more are made.
+    """
+    if encoding == "identity":
+        return body
+    if encoding not in ("gzip", "x-gzip", "deflate"):
+        raise RequestError(
+            f"the Content-Encoding is {shown(encoding)}: send gzip, deflate or no encoding",
+            status=415,
+        )
+    decoder = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # gzip or zlib, by its head
+    try:
+        text = decoder.decompress(body, min(limit + 1, sys.maxsize))
+    except zlib.error as error:
+        raise RequestError(
+            f"the body is not {encoding}, as its Content-Encoding says: {error}"
+        ) from None
+    if len(text) > limit:
+        raise _too_large(limit)
+    if not decoder.eof or decoder.unused_data:
+        raise RequestError(f"the body is not one complete {encoding} stream: send it whole")
+    return text
+
+
+def _too_large(limit: int) -> RequestError:
+    return RequestError(
+        f"the body is larger than {limit} bytes: send fewer or shorter messages", status=413
+    )
 
 
 async def _in_time(receive: Receive, patience: float) -> Message:
@@ -374,7 +428,10 @@ async def _in_time(receive: Receive, patience: float) -> Message:
         return await receive()
 
 
-async def _send(reply: Reply, send: Send, connection: _HttpConnection | None) -> None:
+async def _send(
+    reply: Reply, send: Send, connection: _HttpConnection | None, *, head: bool
+) -> None:
+    """Send a reply. HEAD gets no body, and the connection ends for clients that wait for one."""
     kind = reply.content_type
     own = (
         ("content-length", str(len(reply.body))),
@@ -384,7 +441,9 @@ async def _send(reply: Reply, send: Send, connection: _HttpConnection | None) ->
         (name.lower().encode("latin-1"), value.encode("latin-1"))
         for name, value in (*reply.headers, *own)
     ]
-    if connection is not None:
+    if head:
+        headers.append((b"connection", b"close"))
+    elif connection is not None:
         connection.transport.more_comes = True
     await send({"type": "http.response.start", "status": reply.status, "headers": headers})
     await send({"type": "http.response.body", "body": reply.body})

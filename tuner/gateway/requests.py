@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 from tuner.engines.base import EngineCapabilities, Generation, SamplingParams
 from tuner.gateway.families.grammars import AUTO, AnswerSchema, Constraints, ToolChoice
-from tuner.gateway.families.parsing import ParsedMessage, refuse_constant
-from tuner.gateway.families.renderer import LONG, is_long
-from tuner.gateway.families.template import Message
-from tuner.gateway.request_error import FieldError, Path, kind, shown, wrong
+from tuner.gateway.families.parsing import ParsedMessage, is_object, refuse_constant
+from tuner.gateway.families.renderer import LONG, ChatRenderer, is_long
+from tuner.gateway.families.template import Message, content_of, text_of
+from tuner.gateway.request_error import FieldError, Path, dotted, kind, shown, wrong
 
 # Readers of JSON fields: each raises a specific message for a wrong value.
 #
@@ -109,18 +109,59 @@ def only(*allowed: Any, because: str) -> Reader:
     return check
 
 
-def only_keys(fields: Mapping[str, Any], known: Iterable[str], at: Path, what: str) -> None:
+def only_keys(
+    fields: Mapping[str, Any],
+    known: Iterable[str],
+    at: Path,
+    what: str,
+    *,
+    ignored: Iterable[str] = (),
+) -> None:
     """Reject unknown fields of an object that are not empty.
 
-    Clients echo a message with every field of their own type; empty ones are ignored.
+    Clients echo a message with every field of their own type; empty ones are ignored, and so are
+    those that mean nothing for the prompt.
     """
     for key, value in fields.items():
-        if key not in known and value is not None and value != []:
+        if key not in known and key not in ignored and not _empty(value):
             raise wrong(
                 (*at, key),
                 f"is not a field of {what} that this gateway knows ({', '.join(known)}): leave it "
                 "out",
             )
+
+
+def _empty(value: Any) -> bool:
+    return value is None or value == []
+
+
+def arguments(at: Path, value: Any) -> str:
+    """The arguments of an earlier tool call: one JSON object as text, as every answer has them."""
+    text = string(at, value)
+    if not is_object(text):
+        raise wrong(at, f"is {shown(text)}: it must be one JSON object as text, such as {{}}")
+    return text
+
+
+def with_effort(
+    kwargs: dict[str, Any], effort: str | None, at: Path, renderer: ChatRenderer
+) -> dict[str, Any]:
+    """Template keywords with the effort that a request asks for at `at`."""
+    if effort is None:
+        return kwargs
+    if not renderer.reads("reasoning_effort"):
+        raise wrong(
+            at,
+            f"is {shown(effort)}, but the model's chat template does not read "
+            "reasoning_effort: leave it out",
+        )
+    given = kwargs.get("reasoning_effort", effort)
+    if given != effort:
+        raise wrong(
+            ("chat_template_kwargs", "reasoning_effort"),
+            f"is {shown(given)}, but {dotted(at)} is {shown(effort)}: send one of them",
+        )
+    return {**kwargs, "reasoning_effort": effort}
 
 
 def stop_strings(at: Path, value: Any) -> tuple[str, ...]:
@@ -215,8 +256,11 @@ class CompletionRequest:
     """What a request asks for; None where it does not say.
 
     Attributes:
-        messages: In the form of chat completions, well formed; as sent, where that is the dialect.
+        messages: In the form of chat completions, well formed; as sent, where that is the dialect,
+            but for what `check_messages` leaves out.
         prompts: Texts or token ids to complete as they are, instead of messages.
+        add_special_tokens: Whether texts of `prompts` get the tokenizer's special tokens, such as
+            the one that begins a text.
         tools: In the form of chat completions, and well formed.
         shown_tools: Those the model is shown: none with `tool_choice: "none"`.
         response_format: The JSON that an answer must be; None for any text.
@@ -230,6 +274,7 @@ class CompletionRequest:
     model: str
     messages: list[Message]
     prompts: tuple[str | tuple[int, ...], ...] | None = None
+    add_special_tokens: bool = True
     tools: list[dict[str, Any]] = field(default_factory=list)
     tool_choice: ToolChoice = AUTO
     parallel_tool_calls: bool = True
@@ -420,7 +465,7 @@ def json_object(body: bytes) -> dict[str, Any]:
     try:
         # Decoded here, because `json.loads` accepts half of a surrogate pair in bytes.
         fields = json.loads(
-            body.decode(), parse_constant=refuse_constant, parse_float=_finite_number
+            body.decode("utf-8-sig"), parse_constant=refuse_constant, parse_float=_finite_number
         )
         if b"\\u" in body:  # half of a surrogate pair is JSON, but not text
             json.dumps(fields, ensure_ascii=False).encode()
@@ -446,45 +491,100 @@ _BY_ROLE = {
     "assistant": ("tool_calls", "reasoning_content", "reasoning", "refusal"),
     "tool": ("tool_call_id",),
 }
+# Lists of pieces of an answer's reasoning, as OpenRouter and LiteLLM return them beside its text.
+_PIECES = ("reasoning_details", "thinking_blocks")
+# Fields that clients send back with an answer, and that say nothing more.
+_ECHOED = (*_PIECES, "annotations", "parsed", "provider_specific_fields")
+# The field with the text of a piece of reasoning, by its type; encrypted ones have none.
+_REASONING = {
+    "thinking": "thinking",
+    "redacted_thinking": None,
+    "reasoning.text": "text",
+    "reasoning.summary": "summary",
+    "reasoning.encrypted": None,
+}
 
 
 def check_messages(value: Any, at: Path = ("messages",)) -> list[Message]:
     """Check messages in the form of chat completions.
+
+    Returns:
+        The messages without fields that mean nothing for a prompt. What other clients write
+        elsewhere has its usual place: reasoning in `reasoning_content`, refusals in `content`.
 
     Raises:
         RequestError: 400 that names the message and the field.
     """
     if not array(at, value):
         raise wrong(at, "is empty: send at least one message")
-    for index, message in enumerate(value):
-        _check_message(message, (*at, index))
-    return list(value)
+    return [_message(message, (*at, index)) for index, message in enumerate(value)]
 
 
-def _check_message(message: Any, at: Path) -> None:
+def _message(message: Any, at: Path) -> Message:
     role = object_field(at, message).get("role")
     if role not in _ROLES:
         raise wrong((*at, "role"), f"is {shown(role)}: use one of {', '.join(_ROLES)}")
-    known = _COMMON + _BY_ROLE.get(role, ())
-    only_keys(message, known, at, f"a message with role {role!r}")
-    for key in ("name", "tool_call_id", "reasoning_content", "reasoning"):
+    answer = role == "assistant"
+    known, ignored = _COMMON + _BY_ROLE.get(role, ()), ("cache_control", *(_ECHOED * answer))
+    if answer and message.get("function_call") is not None:
+        raise wrong((*at, "function_call"), "was replaced by tool_calls: send the call there")
+    only_keys(message, known, at, f"a message with role {role!r}", ignored=ignored)
+    for key in ("name", "tool_call_id", "reasoning_content", "reasoning", "refusal"):
         if message.get(key) is not None:
             string((*at, key), message[key])
-    if message.get("refusal"):
-        raise wrong((*at, "refusal"), "cannot be shown to the model: put the text in content")
     content = message.get("content")
     if content is not None:
-        _check_text(content, (*at, "content"))
-    elif role != "assistant":
+        _check_text(content, (*at, "content"), _ANSWER_PARTS if answer else _PARTS)
+    elif not answer:
         raise wrong((*at, "content"), "is missing: only an assistant message may omit it")
     if role == "tool" and message.get("tool_call_id") is None:
         raise wrong((*at, "tool_call_id"), "is missing: name the call that this result belongs to")
+    read = {key: item for key, item in message.items() if key not in ignored or _empty(item)}
     if message.get("tool_calls") is not None:
-        for index, call in enumerate(array((*at, "tool_calls"), message["tool_calls"])):
-            _check_call(call, (*at, "tool_calls", index))
+        calls = enumerate(array((*at, "tool_calls"), message["tool_calls"]))
+        read["tool_calls"] = [_call(call, (*at, "tool_calls", index)) for index, call in calls]
+    return _answer(message, read, at) if answer else read
 
 
-def _check_text(content: Any, at: Path) -> None:
+def _answer(message: Message, read: Message, at: Path) -> Message:
+    """An answer as it is `read`, with its refusals as content and its reasoning as text."""
+    content = message.get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+    refusal = read.pop("refusal") if read.get("refusal") else None
+    if refusal or any(part["type"] != "text" for part in parts):
+        texts = [part[part["type"]] for part in parts if part["type"] in ("text", "refusal")]
+        read["content"] = content_of([text for text in (*texts, refusal) if text]) or None
+    if not (read.get("reasoning_content") or read.get("reasoning")):
+        said = [_reasoning(parts, (*at, "content"), others=("text", "refusal"))]
+        said += [_reasoning(message.get(key) or [], (*at, key)) for key in _PIECES]
+        if reasoning := next(filter(None, said), None):
+            read["reasoning_content"] = reasoning
+    return read
+
+
+def _reasoning(pieces: Any, at: Path, others: tuple[str, ...] = ()) -> str:
+    """The text of pieces of reasoning among `others`; "" if all are encrypted."""
+    texts = []
+    for index, piece in enumerate(array(at, pieces)):
+        here = (*at, index)
+        type_ = object_field(here, piece).get("type")
+        if type_ in others:
+            continue
+        if not isinstance(type_, str) or type_ not in _REASONING:
+            raise wrong((*here, "type"), f"is {shown(type_)}: use {', '.join(_REASONING)}")
+        key = _REASONING[type_]
+        if key is not None and (text := piece.get(key)) is not None:
+            _check_text(text, (*here, key), _PARTS)  # Mistral's is a list of text parts
+            texts.append(text_of(text))
+    return "".join(texts)
+
+
+_PARTS = ("text",)
+_ANSWER_PARTS = ("text", "refusal", "thinking", "redacted_thinking")
+
+
+def _check_text(content: Any, at: Path, types: tuple[str, ...]) -> None:
+    """Check text, or parts of these types."""
     if isinstance(content, str):
         return
     if not isinstance(content, list):
@@ -492,17 +592,23 @@ def _check_text(content: Any, at: Path) -> None:
     for index, part in enumerate(content):
         here = (*at, index)
         type_ = object_field(here, part).get("type")
-        if type_ != "text":
+        if type_ not in types:
             raise wrong((*here, "type"), f"is {shown(type_)}: this model reads text parts only")
-        string((*here, "text"), part.get("text"))
+        if type_ in ("text", "refusal"):
+            string((*here, type_), part.get(type_))
 
 
-def _check_call(call: Any, at: Path) -> None:
+def _call(call: Any, at: Path) -> dict[str, Any]:
+    """A tool call without fields that mean nothing for a prompt, such as its place in a stream."""
     if not isinstance(call, dict) or call.get("type", "function") != "function":
         raise wrong(at, 'must be {"id", "type": "function", "function": {"name", "arguments"}}')
-    function = object_field((*at, "function"), call.get("function"))
-    for key in ("name", "arguments"):
-        string((*at, "function", key), function.get(key))
+    at = (*at, "function")
+    function = object_field(at, call.get("function"))
+    for key, read in (("name", string), ("arguments", arguments)):
+        read((*at, key), function.get(key))
+    function = {key: item for key, item in function.items() if key in ("name", "arguments")}
+    kept = {key: item for key, item in call.items() if key in ("id", "type", "function")}
+    return {**kept, "function": function}
 
 
 def check_tools(value: Any, at: Path = ("tools",)) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -162,6 +163,20 @@ class Host(Answers, Door, Protocol):
     async def complete_tokens(
         self, session: Any, prompt_ids: Sequence[int], **settings: Any
     ) -> tuple[Generation, ...]: ...
+
+
+_DEPLOYMENT = re.compile(r"^(?:/v1|/openai)/deployments/[^/]+(?=/)")
+
+
+def served_path(path: str) -> str:
+    """The path that a client means.
+
+    A base URL with a slash at its end makes two in a path, Anthropic's client appends
+    "/v1/messages" to one that ends in "/v1", and Azure's puts the model's name into the path.
+    """
+    path = re.sub("/{2,}", "/", path).rstrip("/") or "/"
+    path = _DEPLOYMENT.sub("/v1", path)
+    return path.removeprefix("/v1") if path.startswith("/v1/v1/") else path
 
 
 def sse(data: Any, event: str | None = None) -> bytes:

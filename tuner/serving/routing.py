@@ -33,10 +33,9 @@ from tuner.gateway.app import (
     EXCHANGES,
     IDEMPOTENCY_HEADER,
     presented_key,
-    served_path,
 )
 from tuner.gateway.request_error import RequestError, has_ended
-from tuner.gateway.service import Reply, StreamReply
+from tuner.gateway.service import Reply, StreamReply, served_path
 from tuner.serving.serving_store import (
     CommittedCalls,
     Redact,

@@ -7,14 +7,13 @@ order. The ids of tool calls are those of chat completions.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from tuner.gateway.completion import Completion, chat_prompt
 from tuner.gateway.families.grammars import AnswerSchema, ToolChoice
-from tuner.gateway.families.parsing import Delta
+from tuner.gateway.families.parsing import Delta, json_value
 from tuner.gateway.families.renderer import ChatRenderer
 from tuner.gateway.families.template import Message, content_of
 from tuner.gateway.request_error import FieldError, Path, RequestError, dotted, kind, shown, wrong
@@ -34,6 +33,7 @@ from tuner.gateway.requests import (
     string,
     strings_that_end,
     top_k,
+    with_effort,
     without_effect,
 )
 from tuner.gateway.service import Service, in_turn, sse
@@ -102,9 +102,12 @@ def _assistant(content: Any, at: Path) -> list[Message]:
     texts: list[str] = []
     reasoning: list[str] = []
     calls: list[dict[str, Any]] = []
-    for block, here in _blocks(content, at, ("text", "thinking", "tool_use")):
+    types = ("text", "thinking", "redacted_thinking", "tool_use")
+    for block, here in _blocks(content, at, types):
         if block["type"] == "text":
             texts.append(_text(block, here))
+        elif block["type"] == "redacted_thinking":
+            continue  # encrypted: only the model that wrote it can read it
         elif block["type"] == "thinking":
             only_keys(block, ("type", "thinking", "signature"), here, "a thinking block")
             reasoning.append(string((*here, "thinking"), block.get("thinking")))
@@ -137,12 +140,6 @@ def _blocks(content: Any, at: Path, types: tuple[str, ...]) -> list[tuple[dict[s
     for index, block in enumerate(content):
         here = (*at, index)
         type_ = object_field(here, block).get("type")
-        if type_ == "redacted_thinking":
-            raise wrong(
-                (*here, "type"),
-                "is redacted_thinking: encrypted reasoning cannot be shown to this model; leave "
-                "the block out",
-            )
         if type_ not in types:
             raise wrong((*here, "type"), f"is {shown(type_)}: supported are {', '.join(types)}")
         blocks.append((block, here))
@@ -295,14 +292,6 @@ def _template_kwargs(
             'is "enabled", but the model\'s chat template has no switch for it: leave it out, or '
             'send "adaptive" to let the model decide',
         )
-    if effort is not None:
-        if not renderer.reads("reasoning_effort"):
-            raise wrong(
-                ("output_config", "effort"),
-                f"is {shown(effort)}, but the model's chat template does not read "
-                "reasoning_effort: leave it out",
-            )
-        kwargs["reasoning_effort"] = effort
     for key, value in kwargs.items():
         if key in given and given[key] != value:
             raise wrong(
@@ -310,7 +299,7 @@ def _template_kwargs(
                 f"is {shown(given[key])}, but thinking or output_config asks for {shown(value)}: "
                 "send one of them",
             )
-    return {**given, **kwargs}
+    return with_effort({**given, **kwargs}, effort, ("output_config", "effort"), renderer)
 
 
 def _thinking(at: Path, value: Any) -> str:
@@ -630,15 +619,16 @@ async def count_tokens(session: Session, body: bytes) -> dict[str, int]:
     return {"input_tokens": len(prompt.ids)}
 
 
+def model(name: str) -> dict[str, Any]:
+    """The description of a model."""
+    created = "1970-01-01T00:00:00Z"
+    return {"type": "model", "id": name, "display_name": name, "created_at": created}
+
+
 def models(model_name: str) -> dict[str, Any]:
     """The body of the list of models, which has one entry."""
-    model = {
-        "type": "model",
-        "id": model_name,
-        "display_name": model_name,
-        "created_at": "1970-01-01T00:00:00Z",
-    }
-    return {"data": [model], "has_more": False, "first_id": model_name, "last_id": model_name}
+    data = [model(model_name)]
+    return {"data": data, "has_more": False, "first_id": model_name, "last_id": model_name}
 
 
 def _tool_uses(choice: Choice) -> list[Block]:
@@ -651,20 +641,13 @@ def _tool_uses(choice: Choice) -> list[Block]:
 def _input(arguments: str) -> Any:
     """The parsed arguments of a call, in a form that clients can read.
 
-    The model can write valid JSON that a client's parser rejects: numbers beyond the range of
-    floats become the largest float, halves of surrogate pairs question marks.
+    The model can write valid JSON that a client's parser rejects: see `json_value`; halves of
+    surrogate pairs become question marks.
     """
-    value = json.loads(arguments, parse_float=_finite)
+    value = json_value(arguments)
     if "\\u" in arguments:
         value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
     return value
-
-
-def _finite(number: str) -> float:
-    return max(-_LARGEST, min(_LARGEST, float(number)))
-
-
-_LARGEST = sys.float_info.max
 
 
 def _stop(choice: Choice) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from tuner.engines.base import EngineCapabilities, Generation
+from tuner.engines.base import Generation
 from tuner.gateway.completion import Completion
 from tuner.gateway.families.grammars import AnswerSchema, ToolChoice
 from tuner.gateway.families.parsing import Delta
@@ -39,18 +39,19 @@ from tuner.gateway.requests import (
     string,
     token_ids,
     top_k,
+    with_effort,
     with_usage,
     without_effect,
     words,
 )
-from tuner.gateway.service import sse
+from tuner.gateway.service import Service, sse
 from tuner.gateway.sessions import Session
 
 LOWEST_LOGPROB = -9999.0  # OpenAI's API reports this for "almost impossible"; JSON has no -inf
 DONE = b"data: [DONE]\n\n"
 
 
-def read_chat_request(body: bytes, capabilities: EngineCapabilities) -> CompletionRequest:
+def read_chat_request(body: bytes, service: Service) -> CompletionRequest:
     """Parse the chat completion request in `body`.
 
     Raises:
@@ -67,6 +68,11 @@ def read_chat_request(body: bytes, capabilities: EngineCapabilities) -> Completi
         )
     values["max_tokens"] = limits[0] if limits[1] is None else limits[1]
     values["include_usage"] = with_usage(values)
+    effort, kwargs = values.pop("reasoning_effort", None), values.get("chat_template_kwargs", {})
+    values["chat_template_kwargs"] = with_effort(
+        kwargs, effort, ("reasoning_effort",), service.renderer
+    )
+    capabilities = service.engine.capabilities
     request = CompletionRequest(**values, body_bytes=len(body))
     at = ("top_logprobs",)
     if request.top_logprobs and not request.logprobs:
@@ -202,6 +208,7 @@ CHAT_FIELDS: dict[str, Reader] = {
     "max_completion_tokens": integer(1),
     "logprobs": boolean,
     "top_logprobs": integer(0, 20),
+    "reasoning_effort": string,
     "chat_template_kwargs": object_field,
     # Accepted: bookkeeping of OpenAI's service, without effect on the completion.
     "metadata": without_effect(object_field),
@@ -220,7 +227,6 @@ CHAT_FIELDS: dict[str, Reader] = {
     "web_search_options": only(because="there is no search here; give the model a tool"),
     "functions": only(because=_USE_TOOLS),
     "function_call": only(because=_USE_TOOLS),
-    "reasoning_effort": only(because=_IN_TEMPLATE),
     "enable_thinking": only(because=_IN_TEMPLATE),
     "verbosity": only(because=_IN_TEMPLATE),
 }
@@ -246,7 +252,7 @@ class ChatExchange:
     """The object type of a stream's pieces."""
 
     def __init__(self, session: Session, role: str | None, body: bytes) -> None:
-        request = read_chat_request(body, session.service.engine.capabilities)
+        request = read_chat_request(body, session.service)
         self.completion = Completion(session, role, request, dialect="chat", prefix="chatcmpl-")
 
     def answer(self, answer: Answer) -> dict[str, Any]:
@@ -329,10 +335,14 @@ class ChatExchange:
         }
 
 
+def model(name: str) -> dict[str, Any]:
+    """The description of a model."""
+    return {"id": name, "object": "model", "created": 0, "owned_by": "tuner"}
+
+
 def models(model_name: str) -> dict[str, Any]:
     """The body of the list of models, which has one entry."""
-    model = {"id": model_name, "object": "model", "created": 0, "owned_by": "tuner"}
-    return {"object": "list", "data": [model]}
+    return {"object": "list", "data": [model(model_name)]}
 
 
 def chat_logprobs(renderer: ChatRenderer, generation: Generation) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tuner.engines.base import EngineCapabilities
 from tuner.gateway.completion import Completion
 from tuner.gateway.dialects.chat import (
     CHAT_FIELDS,
@@ -30,6 +29,7 @@ from tuner.gateway.requests import (
     Choice,
     CompletionRequest,
     Reader,
+    arguments,
     array,
     boolean,
     check_top_logprobs,
@@ -40,10 +40,11 @@ from tuner.gateway.requests import (
     only_keys,
     read_fields,
     string,
+    with_effort,
     with_usage,
     without_effect,
 )
-from tuner.gateway.service import sse
+from tuner.gateway.service import Service, sse
 from tuner.gateway.sessions import KeptResponse, Session
 
 # Items of the Responses API, converted to the messages of chat completions.
@@ -107,7 +108,7 @@ class _ItemReader:
                 f"is {shown(type_)}: this gateway supports items of type {', '.join(readers)}",
             )
         read, known = readers[type_]
-        only_keys(item, ("type", "id", *known), at, f"an item of type {type_!r}")
+        only_keys(item, ("type", "id", *known), at, f"an item of type {type_!r}", ignored=_IGNORED)
         if item.get("id") is not None:
             string((*at, "id"), item["id"])
         read(item, at)
@@ -116,11 +117,13 @@ class _ItemReader:
         role = item.get("role")
         if role not in _ROLES:
             raise wrong((*at, "role"), f"is {shown(role)}: use one of {', '.join(_ROLES)}")
-        content = _text_parts(item.get("content"), (*at, "content"))
+        at = (*at, "content")
         if role == "assistant":
+            content = _text_parts(item.get("content"), at, ("refusal",))
             self._turn(item, "content")["content"] = content
         else:
             self._last = None
+            content = _text_parts(item.get("content"), at)
             self.messages.append({"role": role, "content": content})
 
     def _reasoning(self, item: Item, at: Path) -> None:
@@ -134,17 +137,12 @@ class _ItemReader:
         texts = content or summary
         if texts:
             self._turn(item, "reasoning_content")["reasoning_content"] = "\n".join(texts)
-        elif item.get("encrypted_content") is not None:
-            raise wrong(
-                (*at, "encrypted_content"),
-                "cannot be read here: send the item's content, or leave the item out",
-            )
+        # Without text it is encrypted: only the model that wrote it can read it.
 
     def _call(self, item: Item, at: Path) -> None:
-        id_, name, arguments = (
-            string((*at, key), item.get(key)) for key in ("call_id", "name", "arguments")
-        )
-        function = {"name": name, "arguments": arguments}
+        id_, name = (string((*at, key), item.get(key)) for key in ("call_id", "name"))
+        given = arguments((*at, "arguments"), item.get("arguments"))
+        function = {"name": name, "arguments": given}
         calls = self._turn(item, "tool_calls").setdefault("tool_calls", [])
         calls.append({"id": id_, "type": "function", "function": function})
 
@@ -204,11 +202,15 @@ def _response_of(item_id: Any) -> str | None:
     return match[1] if match else None
 
 
-def _text_parts(content: Any, at: Path) -> str | list[dict[str, Any]]:
+# Fields that clients send back with an item or a part, and that say nothing more.
+_IGNORED = ("phase", "parsed", "parsed_arguments", "provider_specific_fields")
+
+
+def _text_parts(content: Any, at: Path, types: tuple[str, ...] = ()) -> str | list[dict[str, Any]]:
     """Text in the form of a chat message: one string, or several text parts."""
     if isinstance(content, str):
         return content
-    return content_of(_texts(content, at, ("input_text", "output_text")))
+    return content_of(_texts(content, at, ("input_text", "output_text", *types)))
 
 
 def _texts(parts: Any, at: Path, types: tuple[str, ...]) -> list[str]:
@@ -223,8 +225,10 @@ def _texts(parts: Any, at: Path, types: tuple[str, ...]) -> list[str]:
                 (*here, "type"),
                 f"is {shown(type_)}: this model reads text only; use {' or '.join(types)}",
             )
-        only_keys(part, ("type", "text", "annotations", "logprobs"), here, "a text part")
-        texts.append(string((*here, "text"), part.get("text")))
+        key = "refusal" if type_ == "refusal" else "text"
+        known = ("type", key, "annotations", "logprobs")
+        only_keys(part, known, here, "a text part", ignored=_IGNORED)
+        texts.append(string((*here, key), part.get(key)))
     return texts
 
 
@@ -266,14 +270,14 @@ class ResponsesRequest:
 
 
 def read_responses_request(
-    body: bytes, kept: Mapping[str, KeptResponse], capabilities: EngineCapabilities
+    body: bytes, kept: Mapping[str, KeptResponse], service: Service
 ) -> ResponsesRequest:
     """Parse the request in `body`.
 
     Args:
         body: JSON.
         kept: The responses that can be continued, by id.
-        capabilities: Capabilities of the engine.
+        service: Engine and renderer.
 
     Raises:
         RequestError: 400 or 404 that names the field, its value and what to do.
@@ -302,7 +306,14 @@ def read_responses_request(
             at,
             f'is {top_logprobs}, but no log-probs are asked for: send include: ["{_LOGPROBS}"] too',
         )
+    capabilities = service.engine.capabilities
     check_top_logprobs(at, top_logprobs, capabilities)
+    values["chat_template_kwargs"] = with_effort(
+        values.get("chat_template_kwargs", {}),
+        values.get("reasoning", {}).get("effort"),
+        ("reasoning", "effort"),
+        service.renderer,
+    )
     request = CompletionRequest(
         model=values.pop("model"),
         messages=messages,
@@ -355,12 +366,8 @@ def _form(values: Mapping[str, Any]) -> dict[str, Any]:
         form["parallel_tool_calls"] = values["parallel_tool_calls"]
     text = values.get("text", {})
     form["response_format"] = _answer_schema(text.get("format"))
-    for at, value in (
-        (("text", "verbosity"), text.get("verbosity")),
-        (("reasoning", "effort"), values.get("reasoning", {}).get("effort")),
-    ):
-        if value is not None:
-            CHAT_FIELDS["verbosity" if at[0] == "text" else "reasoning_effort"](at, value)
+    if text.get("verbosity") is not None:
+        CHAT_FIELDS["verbosity"](("text", "verbosity"), text["verbosity"])
     return form
 
 
@@ -533,7 +540,7 @@ RESPONSES_FIELDS: dict[str, Reader] = {
     "max_tool_calls": without_effect(integer(1)),  # of tools that OpenAI runs
     # Accepted at neutral values.
     "reasoning": _object_of(
-        effort=_any,
+        effort=string,
         summary=only(because=_NO_SUMMARY),
         generate_summary=only(because=_NO_SUMMARY),
         context=only("auto", because="what of earlier reasoning is shown is up to the template"),
@@ -562,8 +569,7 @@ class ResponsesExchange:
     """
 
     def __init__(self, session: Session, role: str | None, body: bytes) -> None:
-        capabilities = session.service.engine.capabilities
-        self._asked = read_responses_request(body, session.responses, capabilities)
+        self._asked = read_responses_request(body, session.responses, session.service)
         self._kept = session.responses
         self.completion = Completion(
             session, role, self._asked.completion, dialect="responses", prefix=RESPONSE_PREFIX

@@ -20,6 +20,7 @@ from tuner.gateway.requests import (
     Choice,
     CompletionRequest,
     Reader,
+    boolean,
     check_top_logprobs,
     integer,
     only,
@@ -80,8 +81,9 @@ def _text(prompt: str | tuple[int, ...], service: Service) -> str:
 class TextExchange(ChatExchange):
     """`POST /v1/completions`.
 
-    Token ids in the prompt go to the engine unchanged; text is encoded once, without the
-    tokenizer's special tokens. In the trace the call's only message has the role "prompt".
+    Token ids in the prompt go to the engine unchanged; text is encoded once, with the special
+    tokens that the tokenizer adds to a text, as in vLLM. In the trace the call's only message has
+    the role "prompt".
     """
 
     chunk = "text_completion"
@@ -171,7 +173,7 @@ _FIELDS: dict[str, Reader] = {
     "logprobs": integer(0, 20),
     "echo": only(False, because="the prompt is not repeated here"),
     "suffix": only("", because="text cannot be inserted here"),
-    "add_special_tokens": only(False, because="text is encoded as it is; send token ids"),
+    "add_special_tokens": boolean,
 }
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -485,6 +486,19 @@ def is_object(text: str) -> bool:
         return isinstance(DECODER.decode(text), dict)
     except (ValueError, RecursionError):
         return False
+
+
+def json_value(text: str) -> Any:
+    """The value of a JSON text that the model wrote.
+
+    Numbers beyond the range of floats, which a model can write, become the largest float: as
+    infinity they would be written back as text that is not JSON.
+    """
+    return json.loads(text, parse_float=_finite, parse_constant=refuse_constant)
+
+
+def _finite(number: str) -> float:
+    return max(-sys.float_info.max, min(sys.float_info.max, float(number)))
 
 
 def value_end(text: str, start: int) -> int | None:

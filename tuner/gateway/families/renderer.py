@@ -401,34 +401,42 @@ class ChatRenderer:
             raise TypeError(f"apply_chat_template returned a {type(text).__name__}, not text")
         return text
 
-    def encode(self, text: str, limit: int | None = None) -> tuple[int, ...]:
+    def encode(
+        self, text: str, limit: int | None = None, *, special: bool = False
+    ) -> tuple[int, ...]:
         """Ids of a prompt's text, shape [P].
 
         Args:
             text: The whole prompt.
             limit: Tokens of the context; None for a text of any length.
+            special: Whether the tokenizer adds its special tokens; a chat template writes them.
 
         Raises:
             RequestError: 400: the text cannot be tokenized, or its length alone is too long.
         """
         self.length_bound.check(text, limit)
-        return self._encode_prompt(text)
+        return self._encode_prompt(text, special)
 
     def word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """The ids of each word at the beginning of a text and, if these differ but are as many,
-        after a space: as vLLM searches for `bad_words`.
+        """The ids of each word as it is written, at the beginning of a text and after a space.
+
+        vLLM leaves out the last form where it has another number of tokens than the one before:
+        " answer", one token, could be sampled where "answer" has two.
 
         Raises:
             RequestError: 400: a word cannot be tokenized, or has no tokens.
         """
         found = []
         for index, word in enumerate(words):
-            plain, spaced = (self._encode_text(space + word.lstrip()) for space in ("", " "))
-            if not plain:
+            bare = word.lstrip()
+            forms = dict.fromkeys(
+                self._encode_text(text) for text in (bare, f" {bare}" if bare else "", word)
+            )
+            ids = [form for form in forms if form]
+            if not ids:
                 raise wrong(("bad_words", index), "is spelled by no token: leave it out")
-            found.append(plain)
-            if len(spaced) == len(plain) and spaced[0] != plain[0]:
-                found.append(spaced)
+            # A form that ends with another one needs no mention.
+            found += [a for a in ids if not any(a != b and a[-len(b) :] == b for b in ids)]
         return tuple(found)
 
     def parse(
@@ -555,9 +563,9 @@ class ChatRenderer:
                     begins=True,
                 )
 
-    def _encode_text(self, text: str) -> tuple[int, ...]:
+    def _encode_text(self, text: str, special: bool = False) -> tuple[int, ...]:
         try:
-            return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+            return tuple(self.tokenizer.encode(text, add_special_tokens=special))
         except (UnicodeError, TypeError) as error:
             raise RequestError(
                 f"the messages contain text that cannot be tokenized: {error}", path=("messages",)

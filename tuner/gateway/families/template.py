@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any, Final, Protocol
 
 from tuner.errors import ConfigError
-from tuner.gateway.families.parsing import TOOL_CALL_PARSERS, Tools
+from tuner.gateway.families.parsing import TOOL_CALL_PARSERS, Tools, json_value
 
 Message = dict[str, Any]
 """A message in the form of chat completions."""
@@ -85,7 +85,7 @@ def for_template(
 def _call_for_template(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
     try:
-        arguments = json.loads(function["arguments"])
+        arguments = json_value(function["arguments"])
     except (ValueError, RecursionError):
         return call
     if not isinstance(arguments, dict):
