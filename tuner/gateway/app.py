@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
 import logging
 import sys
 import threading
@@ -35,6 +34,7 @@ from tuner.gateway.service import (
 )
 from tuner.gateway.sessions import ROLE, SamplingDefaults, Session, SessionLimits
 from tuner.traces import ReasoningPolicy
+from tuner.traces.text import json_text
 
 if TYPE_CHECKING:
     from tuner.gateway.http import HttpDoor, Opening
@@ -51,7 +51,7 @@ async def complete(exchange: Exchange) -> Reply | StreamReply:
     if exchange.completion.request.stream:
         return StreamReply(_events(exchange))
     answer = await exchange.completion.answer()
-    return Reply(200, json.dumps(exchange.answer(answer)).encode())
+    return Reply(200, json_text(exchange.answer(answer)).encode())
 
 
 async def _events(exchange: Exchange) -> AsyncGenerator[bytes, None]:
@@ -387,7 +387,7 @@ class Gateway:
             session, role = await self._session(headers)
             if (method, path) == ("GET", "/v1/models"):
                 form = anthropic if kind is anthropic.MessagesExchange else chat
-                return Reply(200, json.dumps(form.models(self.service.model_name)).encode())
+                return Reply(200, json_text(form.models(self.service.model_name)).encode())
             return await self._reply(session, role, f"{method} {path}", kind, headers, body)
         except RequestError as error:
             return Reply(error.status, kind.error(error))
@@ -412,7 +412,7 @@ class Gateway:
                 return await once(kind, session, role, body, key)
             return await complete(kind(session, role, body))
         if (method, path) == ("POST", COUNT_TOKENS):
-            return Reply(200, json.dumps(await anthropic.count_tokens(session, body)).encode())
+            return Reply(200, json_text(await anthropic.count_tokens(session, body)).encode())
         raise RequestError(
             f"{asked} is not served here: this gateway answers GET /v1/models and "
             f"POST {', '.join((*EXCHANGES, COUNT_TOKENS))}",

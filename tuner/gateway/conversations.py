@@ -35,6 +35,7 @@ from tuner.gateway.families.parsing import ParsedMessage, Tools
 from tuner.gateway.families.renderer import ChatRenderer
 from tuner.gateway.families.template import Message, said
 from tuner.traces import ReasoningPolicy, Rerendered
+from tuner.traces.text import json_text
 
 # When two different texts are the same assistant turn.
 
@@ -161,7 +162,7 @@ def comparable(message: ParsedMessage, text: str) -> tuple[object, ...] | None:
             spoken = start + len(part)
     try:
         calls: list[Any] = [
-            (call.name, json.dumps(json.loads(call.arguments), sort_keys=True))
+            (call.name, json_text(json.loads(call.arguments), sort_keys=True))
             for call in message.tool_calls
         ]
     except (ValueError, RecursionError):
@@ -281,7 +282,7 @@ class Conversations:
             limit: Tokens of the context; None for a prompt of any length.
 
         Raises:
-            RequestError: 400: the text cannot be tokenized, or its length alone is too long.
+            RequestError: 400: its length alone is too long.
         """
         if not turns:
             return Prompt(self._renderer.encode(text, limit), 0, None, 0, self._root, text)

@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from tuner.traces.text import json_text
+
 Path = tuple[str | int, ...]
 """A place in a request: `("messages", 0, "content")`."""
 
@@ -73,7 +75,7 @@ class RequestError(Exception):
             "param": param,
             "code": self.code,
         }
-        return json.dumps({"error": error}).encode()
+        return json_text({"error": error}).encode()
 
 
 _TYPES = {401: "authentication_error", 500: "server_error"}

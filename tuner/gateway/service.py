@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -16,6 +15,7 @@ from tuner.errors import ConfigError
 from tuner.gateway.families.renderer import ChatRenderer
 from tuner.gateway.request_error import RequestError
 from tuner.traces import Call, ReasoningPolicy
+from tuner.traces.text import json_text
 
 T = TypeVar("T")
 
@@ -167,7 +167,7 @@ class Host(Answers, Door, Protocol):
 def sse(data: Any, event: str | None = None) -> bytes:
     """One server-sent event with a JSON payload."""
     head = f"event: {event}\n" if event else ""
-    return f"{head}data: {json.dumps(data)}\n\n".encode()
+    return f"{head}data: {json_text(data)}\n\n".encode()
 
 
 async def in_loop(home: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:

@@ -38,6 +38,7 @@ from tuner.gateway.requests import (
 )
 from tuner.gateway.service import Service, in_turn, sse
 from tuner.gateway.sessions import Session
+from tuner.traces.text import displayable, json_text
 
 # Anthropic's content blocks, converted to messages of chat completions.
 
@@ -580,7 +581,7 @@ class MessagesExchange:
     @staticmethod
     def error(error: RequestError) -> bytes:
         type_ = _ERRORS.get(error.status, "invalid_request_error")
-        return json.dumps(
+        return json_text(
             {"type": "error", "error": {"type": type_, "message": error.message}}
         ).encode()
 
@@ -652,12 +653,9 @@ def _input(arguments: str) -> Any:
     """The parsed arguments of a call, in a form that clients can read.
 
     The model can write valid JSON that a client's parser rejects: numbers beyond the range of
-    floats become the largest float, halves of surrogate pairs question marks.
+    floats become the largest float, halves of surrogate pairs U+FFFD.
     """
-    value = json.loads(arguments, parse_float=_finite)
-    if "\\u" in arguments:
-        value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
-    return value
+    return displayable(json.loads(arguments, parse_float=_finite))
 
 
 def _finite(number: str) -> float:

@@ -38,6 +38,7 @@ from tuner.gateway.families.template import (
 )
 from tuner.gateway.request_error import RequestError, shown, too_long, wrong
 from tuner.traces import Call
+from tuner.traces.text import displayable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -399,7 +400,7 @@ class ChatRenderer:
         )
         if not isinstance(text, str):
             raise TypeError(f"apply_chat_template returned a {type(text).__name__}, not text")
-        return text
+        return displayable(text)
 
     def encode(self, text: str, limit: int | None = None) -> tuple[int, ...]:
         """Ids of a prompt's text, shape [P].
@@ -409,7 +410,7 @@ class ChatRenderer:
             limit: Tokens of the context; None for a text of any length.
 
         Raises:
-            RequestError: 400: the text cannot be tokenized, or its length alone is too long.
+            RequestError: 400: its length alone is too long.
         """
         self.length_bound.check(text, limit)
         return self._encode_prompt(text)
@@ -419,7 +420,7 @@ class ChatRenderer:
         after a space: as vLLM searches for `bad_words`.
 
         Raises:
-            RequestError: 400: a word cannot be tokenized, or has no tokens.
+            RequestError: 400: a word has no tokens.
         """
         found = []
         for index, word in enumerate(words):
@@ -556,12 +557,7 @@ class ChatRenderer:
                 )
 
     def _encode_text(self, text: str) -> tuple[int, ...]:
-        try:
-            return tuple(self.tokenizer.encode(text, add_special_tokens=False))
-        except (UnicodeError, TypeError) as error:
-            raise RequestError(
-                f"the messages contain text that cannot be tokenized: {error}", path=("messages",)
-            ) from error
+        return tuple(self.tokenizer.encode(displayable(text), add_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens included; parts of a character show as U+FFFD."""
