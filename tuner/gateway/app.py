@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mappin
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tuner.encoding import json_text
 from tuner.engines.base import Engine, Generation
 from tuner.gateway import session_api
 from tuner.gateway.completion import Completion
@@ -34,7 +35,6 @@ from tuner.gateway.service import (
 )
 from tuner.gateway.sessions import ROLE, SamplingDefaults, Session, SessionLimits
 from tuner.traces import ReasoningPolicy
-from tuner.traces.text import json_text
 
 if TYPE_CHECKING:
     from tuner.gateway.http import HttpDoor, Opening

@@ -31,11 +31,11 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
+from tuner.encoding import json_text
 from tuner.gateway.families.parsing import ParsedMessage, Tools
 from tuner.gateway.families.renderer import ChatRenderer
 from tuner.gateway.families.template import Message, said
 from tuner.traces import ReasoningPolicy, Rerendered
-from tuner.traces.text import json_text
 
 # When two different texts are the same assistant turn.
 

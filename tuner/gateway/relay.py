@@ -16,6 +16,7 @@ import openai
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from tuner.encoding import displayable
 from tuner.engines.base import SamplingParams
 from tuner.gateway.app import Gateway
 from tuner.gateway.dialects import Exchange
@@ -25,7 +26,6 @@ from tuner.gateway.service import Reply, StreamReply, sse
 from tuner.gateway.sessions import Session
 from tuner.traces import Call, Usage
 from tuner.traces.reading import JsonReader
-from tuner.traces.text import displayable
 
 ELSEWHERE = "sampled by a remote model: its token ids are not known"
 CHAT = "POST /v1/chat/completions"

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from tuner.traces.text import json_text
+from tuner.encoding import json_text
 
 Path = tuple[str | int, ...]
 """A place in a request: `("messages", 0, "content")`."""

@@ -10,12 +10,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from tuner.encoding import json_text
 from tuner.engines.base import Engine, Generation
 from tuner.errors import ConfigError
 from tuner.gateway.families.renderer import ChatRenderer
 from tuner.gateway.request_error import RequestError
 from tuner.traces import Call, ReasoningPolicy
-from tuner.traces.text import json_text
 
 T = TypeVar("T")
 

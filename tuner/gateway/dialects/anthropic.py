@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from tuner.encoding import displayable, json_text
 from tuner.gateway.completion import Completion, chat_prompt
 from tuner.gateway.families.grammars import AnswerSchema, ToolChoice
 from tuner.gateway.families.parsing import Delta
@@ -38,7 +39,6 @@ from tuner.gateway.requests import (
 )
 from tuner.gateway.service import Service, in_turn, sse
 from tuner.gateway.sessions import Session
-from tuner.traces.text import displayable, json_text
 
 # Anthropic's content blocks, converted to messages of chat completions.
 

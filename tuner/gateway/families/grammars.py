@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
+from tuner.encoding import displayable, json_text
 from tuner.engines.base import EngineCapabilities
 from tuner.engines.grammar_text import compile_limits
 from tuner.gateway.families.parsing import (
@@ -35,7 +36,6 @@ from tuner.gateway.families.parsing import (
     types_of,
 )
 from tuner.gateway.request_error import Path, RequestError, shown
-from tuner.traces.text import displayable, json_text
 
 # Parts of the families' grammars: named rules, tags, free text, JSON by a schema; and the one
 # format that is not JSON.

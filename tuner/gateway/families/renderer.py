@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
+from tuner.encoding import displayable
 from tuner.errors import ConfigError
 from tuner.gateway.families.grammars import Constraints, grammar_of
 from tuner.gateway.families.parsing import (
@@ -38,7 +39,6 @@ from tuner.gateway.families.template import (
 )
 from tuner.gateway.request_error import RequestError, shown, too_long, wrong
 from tuner.traces import Call
-from tuner.traces.text import displayable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import codecs
 import json
-from io import IncrementalNewlineDecoder
+from io import IncrementalNewlineDecoder, TextIOWrapper
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel
-from pydantic_core import PydanticSerializationError, to_jsonable_python
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 T = TypeVar("T")
 
@@ -53,6 +53,12 @@ def displayable(value: T, encoding: str | None = "utf-8") -> T:
     return found  # type: ignore[no-any-return]
 
 
+def show_all(stream: Any) -> None:
+    """Let a stream show U+FFFD or a question mark for what its encoding lacks, not raise."""
+    if isinstance(stream, TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+        stream.reconfigure(errors=SHOWN)
+
+
 def json_text(value: Any, **options: Any) -> str:
     """`json.dumps`, for every parser: without halves of UTF-16 pairs."""
     text = json.dumps(value, **options)
@@ -61,6 +67,8 @@ def json_text(value: Any, **options: Any) -> str:
 
 def model_json(model: BaseModel, indent: int | None = 2) -> str:
     """A model as JSON, with halves of UTF-16 pairs as escapes, which pydantic refuses to write."""
+    from pydantic_core import PydanticSerializationError, to_jsonable_python
+
     try:
         return model.model_dump_json(indent=indent)
     except PydanticSerializationError:
@@ -83,20 +91,27 @@ def read_text_file(path: Path) -> str:
     return IncrementalNewlineDecoder(None, translate=True).decode(text, final=True)
 
 
-def decoded(data: bytes) -> str:
-    """UTF-8 as text, without a byte order mark; raises NotText."""
+def decoded(data: bytes, line: int = 1) -> str:
+    """UTF-8 as text, without a byte order mark.
+
+    Args:
+        line: Number of its first line, for the message.
+
+    Raises:
+        NotText: It is not UTF-8, or has zero bytes.
+    """
+    place = data.find(b"\0")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line, byte = data.count(b"\n", 0, error.start) + 1, data[error.start]
-        problem = f"line {line} has the byte 0x{byte:02x}, so it is not text in UTF-8"
-    else:
-        if "\0" not in text:
-            return text
-        line = text.count("\n", 0, text.index("\0")) + 1
-        problem = f"line {line} has a zero byte, so it is not text in UTF-8"
-    name = _encoding(data)
-    raise NotText(f"{problem} (it looks like {name or 'binary data'}): save it as UTF-8")
+        place = error.start
+    if place < 0:
+        return text
+    line += data.count(b"\n", 0, place)
+    raise NotText(
+        f"line {line} has the byte 0x{data[place]:02x}, so it is not text in UTF-8 (it looks like "
+        f"{_encoding(data) or 'binary data'}): save it as UTF-8"
+    )
 
 
 # Of UTF-32 first: its mark begins with that of UTF-16.
