@@ -100,13 +100,10 @@ class RunDirectory:
         Newer damaged ones are renamed, so that they are written again.
 
         Args:
-            say: Called with a message for each one that is skipped, or cannot be checked.
+            say: Called with a message for each one that is skipped.
         """
         for step in reversed(self.checkpoint_steps()):
             folder = self.checkpoint(step)
-            if not (folder / MANIFEST).exists():
-                say(f"{folder} has no {MANIFEST}, so it goes unchecked: of an earlier version")
-                return step
             if not (found := damage(folder)):
                 return step
             aside = free_name(folder.with_name(f"{folder.name}.damaged"))
@@ -183,6 +180,8 @@ def damage(folder: Path) -> str:
         found = _checksums(folder)
     except InvalidRecord as error:
         return f"{MANIFEST}: {error}"
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
     except OSError as error:
         if error.errno not in (errno.EIO, errno.EISDIR, errno.ELOOP):
             raise  # nothing is known about the files

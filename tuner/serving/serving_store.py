@@ -327,10 +327,8 @@ class Tables:
         try:
             return self._connection.execute(statement, values)
         except UnicodeEncodeError:  # SQLite's text has no half of a UTF-16 pair: bytes of JSON
-            stored = [
-                json.dumps(one).encode() if one != displayable(one) else one for one in values
-            ]
-            return self._connection.execute(statement, stored)
+            given = [one if displayable(one) == one else json.dumps(one).encode() for one in values]
+            return self._connection.execute(statement, given)
 
 
 # The part of a server's store that repeats answers and finds the session of a request.
