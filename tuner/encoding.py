@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SHOWN = "tuner.shown"
+DISPLAY_ERRORS = "tuner.display"
 """Handler for errors of encoding: U+FFFD, or a question mark where the encoding lacks that too."""
 
 
-def _shown(error: UnicodeError) -> tuple[bytes, int]:
+def _replacement(error: UnicodeError) -> tuple[bytes, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     mark = "\ufffd".encode(error.encoding, "replace")
     return mark * (error.end - error.start), error.end
 
 
-codecs.register_error(SHOWN, _shown)
+codecs.register_error(DISPLAY_ERRORS, _replacement)
 
 
 def displayable(value: T, encoding: str | None = "utf-8") -> T:
@@ -45,7 +45,7 @@ def displayable(value: T, encoding: str | None = "utf-8") -> T:
             value.encode(encoding or "utf-8")
         except UnicodeEncodeError:
             name = encoding or "utf-8"
-            found = value.encode(name, SHOWN).decode(name)
+            found = value.encode(name, DISPLAY_ERRORS).decode(name)
     elif isinstance(value, dict):
         found = {displayable(k, encoding): displayable(v, encoding) for k, v in value.items()}
     elif isinstance(value, list):
@@ -56,7 +56,7 @@ def displayable(value: T, encoding: str | None = "utf-8") -> T:
 def show_all(stream: Any) -> None:
     """Let a stream show U+FFFD or a question mark for what its encoding lacks, not raise."""
     if isinstance(stream, TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
-        stream.reconfigure(errors=SHOWN)
+        stream.reconfigure(errors=DISPLAY_ERRORS)
 
 
 def json_text(value: Any, **options: Any) -> str:

@@ -30,7 +30,7 @@ from filelock import FileLock, Timeout
 from pydantic import AfterValidator
 
 from tuner.config import RunConfig
-from tuner.encoding import SHOWN
+from tuner.encoding import DISPLAY_ERRORS
 from tuner.errors import ConfigError, TunerError
 from tuner.traces.reading import AnyNumber, Integer, InvalidRecord, JsonReader, Text
 
@@ -201,7 +201,7 @@ DIGESTS = JsonReader[dict[str, str]](dict[Text, str], "digests of data by their 
 def write_atomically(path: Path, text: str) -> None:
     """Write under a temporary name, then rename: a reader sees either the old text or the new."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8", errors=SHOWN)
+    temporary.write_text(text, encoding="utf-8", errors=DISPLAY_ERRORS)
     os.replace(temporary, path)
 
 
