@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -96,7 +95,7 @@ def wrong(at: Path, problem: str) -> FieldError:
 def shown(value: Any, limit: int = 80) -> str:
     """`value` as quoted in a message: JSON, cut to `limit` characters."""
     try:
-        text = json.dumps(value)
+        text = json_text(value)
     except (TypeError, ValueError, RecursionError):
         text = f"a {type(value).__name__}"
     return text if len(text) <= limit else text[: limit - 3] + "..."
