@@ -134,4 +134,4 @@ def _encoding(data: bytes) -> str | None:
     if b"\0" in data[:_SAMPLE]:
         return "UTF-16 or binary data"
     found = from_bytes(data[:_SAMPLE]).best()
-    return found and found.encoding
+    return None if found is None else found.encoding
