@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # A room may import those above it, and none beside or below it.
 ORDER = [
-    {"errors"},
+    {"encoding", "errors"},
     {"engines", "config", "templates"},
     {"traces"},
     {"tasks", "training"},

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 import typer
 import yaml
 
+from tuner.encoding import NotText, model_json, read_text_file, show_all
 from tuner.errors import ConfigError, MissingDependencyError, TrainingError, TunerError, pip_install
 from tuner.templates import Template, create, missing
 
@@ -490,7 +491,7 @@ def compare(
         from tuner.tools.compare import compare
 
         found = compare(runs, split=split)
-        typer.echo(found.model_dump_json(indent=2) if as_json else found.text(tasks))
+        typer.echo(model_json(found) if as_json else found.text(tasks))
         return
     if effect is None:
         raise ConfigError(
@@ -502,7 +503,7 @@ def compare(
     low, high = rewards
     plan = Plan(effect=effect, low=low, high=high, alpha=alpha, power=power, margin=margin)
     proven = prove(runs, plan, split=split)
-    typer.echo(proven.model_dump_json(indent=2) if as_json else proven.text())
+    typer.echo(model_json(proven) if as_json else proven.text())
 
 
 try:
@@ -601,8 +602,8 @@ def distill_prompt(
     The same as `tuner run` with the algorithm prompt_distill and the prompt. Needs no judge.
     """
     try:
-        text = Path(prompt).read_text(encoding="utf-8") if os.path.isfile(prompt) else prompt
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text_file(Path(prompt)) if os.path.isfile(prompt) else prompt
+    except (OSError, NotText) as error:
         raise ConfigError(f"--prompt {prompt}: cannot read this file: {error}") from error
     # Quoted and on one line, YAML reads it as text, even if it looks like a reference.
     quoted = yaml.safe_dump(text.replace("${", "\\${"), default_style='"', width=math.inf)
@@ -675,7 +676,7 @@ def evaluate(
         config_path=config,
         overrides=overrides or [],
     )
-    typer.echo(result.model_dump_json(indent=2) if as_json else result)
+    typer.echo(model_json(result) if as_json else result)
     if not any(one.reward for scores in result.candidates for one in scores.sets.values()):
         raise typer.Exit(FAILED)
 
@@ -691,7 +692,7 @@ def doctor(as_json: AsJson = False) -> None:
     from tuner.tools.doctor import examine
 
     found = examine()
-    typer.echo(found.model_dump_json(indent=2) if as_json else found)
+    typer.echo(model_json(found) if as_json else found)
     if not found.well:
         raise typer.Exit(FAILED)
 
@@ -798,6 +799,8 @@ app.command(epilog="Example: tuner rerun RUN train-3-0-2 --until 4")(rerun)
 
 def main() -> None:
     """Entry point; errors that the user can fix are printed without a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        show_all(stream)
     try:
         sys.exit(
             app(prog_name="tuner", standalone_mode=False)

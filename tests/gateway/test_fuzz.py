@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
+import functools
 import json
+import operator
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +21,14 @@ from tests.engines.models import until
 from tests.gateway.fuzzing import BODIES, body_of
 from tests.gateway.test_recording_property import Ledger
 from tests.kit.examples import few
-from tests.kit.toy import gateway_of, tokenizer
+from tests.kit.toy import StubEngine, gateway_of, tokenizer
 from tuner.engines.base import Generation, SamplingParams, TokenSink
 from tuner.engines.grammar import Grammars
 from tuner.gateway import Gateway, Session
 from tuner.gateway.app import EXCHANGES, StreamReply
+from tuner.gateway.service import Reply
+from tuner.traces import Outcome, RolloutId, Trace
+from tuner.traces.store import TRACES, trace_line, trace_to_json
 
 ROUTES = (*EXCHANGES, "/v1/messages/count_tokens")
 GRAMMARS = Grammars(tokenizer(), [tokenizer().eos_token_id])
@@ -247,3 +253,88 @@ def check_mixture(statuses: Counter[int]) -> None:
     total = statuses.total()
     assert statuses[200] > total / 8
     assert statuses[400] > total / 4
+
+
+def leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The place of every text in a JSON value."""
+    if isinstance(node, str):
+        yield path
+    elif isinstance(node, dict | list):
+        for key, item in node.items() if isinstance(node, dict) else enumerate(node):
+            yield from leaves(item, (*path, key))
+
+
+def with_text(body: Any, path: tuple[Any, ...], text: str) -> Any:
+    body = copy.deepcopy(body)
+    functools.reduce(operator.getitem, path[:-1], body)[path[-1]] = text
+    return body
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_half_a_surrogate_pair_in_any_field_is_answered_like_its_replacement(
+    path: str,
+) -> None:
+    engine = Watched(max_model_len=100_000, grammars=True)
+    async with gateway_of(engine) as gateway:
+        for body in [{"model": "tiny", **body} for body in BODIES[path]]:
+            for place in leaves(body):
+                seen = []
+                for text in ("a\ud83d \udc00\udc00b", "a\ufffd \ufffd\ufffdb"):
+                    session = gateway.open_session("r", seed=1)
+                    headers = {"authorization": f"Bearer {session.key}"}
+                    sent = json.dumps(with_text(body, place, text)).encode()
+                    reply = await gateway.handle("POST", path, headers, sent)
+                    assert isinstance(reply, Reply)
+                    strict(reply.body)
+                    assert reply.status in (200, 400, 404), (place, reply.body)
+                    assert session.errors == []
+                    for call in session.calls:
+                        trace = Trace(RolloutId(0, 0, 0), {}, (call,), Outcome.COMPLETED, None)
+                        assert TRACES.parse(trace_line(trace_to_json(trace))) == trace
+                    seen.append((reply.status, [call.prompt_ids for call in session.calls]))
+                assert seen[0] == seen[1], place
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+async def test_a_sampled_half_of_a_pair_is_no_obstacle_to_the_next_turn(path: str) -> None:
+    sampled = '<tool_call>\n{"name": "add", "arguments": {"a": "\\ud83d"}}\n</tool_call>'
+    user: Any = {"role": "user", "content": "hi"}
+    engine = StubEngine([sampled], grammars=True)
+    key = "input" if path == "/v1/responses" else "messages"
+    (tool,) = next(
+        body["tools"] for body in BODIES[path] if "tools" in body and len(body["tools"]) == 1
+    )
+    async with gateway_of(engine, tool_call_parser="hermes") as gateway:
+        session = gateway.open_session("r", seed=1)
+
+        async def turn(messages: list[Any]) -> Any:
+            body = {"model": "tiny", key: messages, "tools": [tool], "max_tokens": 90}
+            body |= {"max_output_tokens": body.pop("max_tokens")} if key == "input" else {}
+            headers = {"authorization": f"Bearer {session.key}"}
+            reply = await gateway.handle("POST", path, headers, json.dumps(body).encode())
+            assert isinstance(reply, Reply)
+            assert reply.status == 200, reply.body
+            return strict(reply.body)
+
+        answer = await turn([user])
+        if path == "/v1/chat/completions":
+            said = answer["choices"][0]["message"]
+            result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"]}
+            following = [said, {**result, "content": "\ud83d"}]
+        elif path == "/v1/responses":
+            (call,) = answer["output"]
+            result = {"type": "function_call_output", "call_id": call["call_id"]}
+            following = [call, {**result, "output": "\ud83d"}]
+        else:
+            (use,) = answer["content"]
+            assert use["input"] == {"a": "\ufffd"}
+            result = {"type": "tool_result", "tool_use_id": use["id"], "content": "\ud83d"}
+            turn_of = {"role": "assistant", "content": [use]}
+            following = [turn_of, {"role": "user", "content": [result]}]
+        await turn([user, *following])
+        first, second = session.calls
+        whole = first.prompt_ids + first.completion_ids
+        assert second.prompt_ids[: len(whole)] == whole
+        assert second.rerendered is None
+        assert "\ud83d" in second.messages[-1]["content"]
+        assert "\ufffd" in tokenizer().decode(second.prompt_ids[len(whole) :])

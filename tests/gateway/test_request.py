@@ -348,12 +348,11 @@ async def test_fields_that_disagree_are_refused(fields: dict, sentence: str) -> 
         b'{"model": "tiny", "temperature": 1' + b"0" * 5000 + b"}",
         b"[" * 200_000,
         b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
-        b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}',
         b'{"model": "tiny", "messages": [{"role": "user", "content": "\xed\xa0\x80"}]}',
         b'{"model": "tiny", "metadata": {"a": -1e999}}',
         '{"model": "tiny"}'.encode("utf-16"),
     ],
-    ids=range(15),
+    ids=range(14),
 )
 async def test_body_that_is_no_json_object_is_refused(raw: bytes) -> None:
     async with gateway_of(StubEngine()) as gateway:

@@ -1,6 +1,8 @@
 """The loop: what stops it, what it counts, what it writes. A real engine on a random model."""
 
+import io
 import json
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -13,9 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from tests.kit import runs
 from tuner.config.keys import check_path
+from tuner.encoding import displayable
 from tuner.errors import ConfigError, FunctionError, ModelLoadError, TrainingError
 from tuner.loop import run_local
 from tuner.rollouts.chat_models import default_kind
+from tuner.runs.directory import read_metrics
 from tuner.runs.models import load_model, load_tokenizer
 from tuner.tasks.functions import JudgeOutput, WorkflowOutput
 from tuner.tasks.selection import planned_steps
@@ -53,6 +57,44 @@ def test_always_failing_workflow_stops_the_run_with_its_error(random_model_path,
     assert [json.loads(row)["step"] for row in rows] == [0, 1, 2]
     # What was recorded stays.
     assert len(list(read_traces(tmp_path / "p/run/traces/step_000001.jsonl"))) == 6
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "cp1251"])
+def test_text_that_utf8_or_the_console_cannot_hold_ends_no_run(
+    random_model_path, tmp_path, monkeypatch, encoding
+):
+    half = "\ud83d Ж 中"
+    task = {half: half, "question": half}
+
+    async def workflow(task, model):
+        text = await runs.answer(model, task["question"])
+        return WorkflowOutput(response=text + half, metrics={half: 1.0})
+
+    async def judge(task, response):
+        if response.index(half) % 2:
+            raise ValueError(half)
+        return JudgeOutput(reward=float(len(response)), metrics={f"judge {half}": 1.0})
+
+    output = io.TextIOWrapper(io.BytesIO(), encoding)
+    monkeypatch.setattr(sys, "stdout", output)
+    result = run_local(
+        runs.config(random_model_path, tmp_path, "buffer.total_steps=1"),
+        workflow=workflow,
+        judge=judge,
+        train_tasks=3 * [task],
+        eval_tasks={"held-out": [task]},
+    )
+    print(result)
+    output.flush()
+    printed = output.buffer.getvalue().decode(encoding)
+    assert displayable(half, encoding) in printed
+    found = list(read_traces(tmp_path / "p/run/traces/step_000001.jsonl"))
+    assert len(found) == 6
+    assert [one.task for one in found] == 6 * [task]
+    assert all(one.calls[0].messages[-1]["content"] == half for one in found)
+    (row,) = [row for row in result.history if row["step"] == 1]
+    assert row[f"workflow/{half}"] == 1.0
+    assert read_metrics(tmp_path / "p/run/metrics.jsonl", up_to=1)[-1] == row
 
 
 @pytest.mark.parametrize(("steps", "counted"), [(1, "The last step"), (2, "2 steps in a row")])

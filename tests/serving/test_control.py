@@ -1,12 +1,14 @@
 """The control API: who may ask what, what is answered, and that its description says so."""
 
+import json
 import re
 
 import jsonschema
 import pytest
 
-from tests.serving.served import ADMIN, say, served
-from tuner.traces.store import trace_from_json
+from tests.serving.served import ADMIN, MODEL, say, served
+from tuner.serving.client import AsyncClient
+from tuner.traces.store import TRACES, trace_from_json
 
 
 @pytest.fixture
@@ -61,6 +63,42 @@ async def test_a_session_is_opened_used_judged_and_ended(asking):
             "trained": False,
         }.items()
     )
+
+
+async def test_halves_of_surrogate_pairs_are_stored_as_given_and_shown_as_u_fffd(asking):
+    text = "a\udc00\ud83db"
+    task, metadata = {text: [text]}, {"user": {text: None}}
+    async with AsyncClient(asking.root, key=ADMIN) as client:
+        session = await client.open(task=task, metadata=metadata)
+        await say(asking.client(session.key), [], "hi")
+        (call,) = asking.calls(session.id)
+        shown = await session.reward(1.0, feedback=text, call=call.call.id)
+        shown = await session.reward(feedback=text)
+        assert shown.feedback == "a\ufffd\ufffdb"
+        assert shown.task == {shown.feedback: [shown.feedback]}
+        assert (await session.info()).metadata == {"user": {shown.feedback: None}}
+    stored = asking.server.store.session(session.id)
+    assert (stored.task, stored.metadata, stored.feedback) == (task, metadata, text)
+    exported = (await asking.control("GET", f"/sessions/{session.id}/export")).content
+    assert TRACES.parse(exported) == asking.server.store.trace(session.id)
+    assert TRACES.parse(exported).feedback == text
+    listed = (await asking.control("GET", "/sessions")).json()["sessions"]
+    assert [one["feedback"] for one in listed] == [shown.feedback]
+
+
+@pytest.mark.parametrize("where", ["message", "previous_response_id", "user", "metadata"])
+@pytest.mark.parametrize("own", [True, False], ids=["session", "application"])
+async def test_no_text_of_a_request_is_a_failure_of_the_server(asking, where, own):
+    key = (await asking.opened())[1] if own else await asking.application()
+    text = "\ud83d"
+    body = {"model": MODEL, "input": "hi", "max_output_tokens": 3}
+    body |= {"message": {"input": text}, "metadata": {"metadata": {"a": text}}}.get(
+        where, {where: text}
+    )
+    answer = await asking.http.post(
+        "/v1/responses", content=json.dumps(body), headers={"Authorization": f"Bearer {key}"}
+    )
+    assert answer.status_code == (400 if where == "previous_response_id" else 200), answer.text
 
 
 async def test_an_ended_session_takes_rewards_and_no_calls(asking):

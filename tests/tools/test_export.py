@@ -109,11 +109,8 @@ def test_weights_are_stored_as_asked(trained, tmp_path, run, merge):
 def test_the_chat_template_of_the_run_goes_with_it(trained, tmp_path):
     run = tmp_path / "run"
     checkpoint = run / "checkpoints/step_000002"
-    checkpoint.mkdir(parents=True)
-    for file in (trained / "whole/checkpoints/step_000002").iterdir():
-        if file.name != "manifest.json":
-            (checkpoint / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "own.jinja").write_text("{{ messages[0].content }}!")
+    shutil.copytree(trained / "whole/checkpoints/step_000002", checkpoint)
+    (tmp_path / "own.jinja").write_text("{{ messages[0].content }}!", encoding="utf-8-sig")
     (run / "config.yaml").write_text(f"model: {{chat_template_path: {tmp_path / 'own.jinja'}}}")
     export(checkpoint, tmp_path / "out")
     spoken = AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -124,6 +121,15 @@ def test_the_chat_template_of_the_run_goes_with_it(trained, tmp_path):
         export(checkpoint, tmp_path / "again")
     assert not (tmp_path / "again").exists()
     assert not list(tmp_path.glob(".again*"))
+
+
+def test_a_checkpoint_of_a_run_without_its_manifest_is_damaged(trained, tmp_path):
+    checkpoint = tmp_path / "run/checkpoints/step_000002"
+    shutil.copytree(trained / "whole", tmp_path / "run")
+    (checkpoint / "manifest.json").unlink()
+    for given in (checkpoint, tmp_path / "run"):
+        with pytest.raises(TunerError, match=r"step_000002 is damaged \(manifest.json is missing"):
+            export(given, tmp_path / "out")
 
 
 @pytest.mark.parametrize(

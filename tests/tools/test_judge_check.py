@@ -271,10 +271,10 @@ def test_labels_decide_where_no_rollout_is_rewarded(checked, tmp_path):
     ("text", "said"),
     [
         ("", "has no rows"),
-        ('{"task": {}, "response": "a", "reward": 1}\n{"task": 3}', r"line 2: task: Input"),
+        ('{"task": {}, "response": "a", "reward": 1}\n{"task": 3}', r"line 2: task: input"),
         ('{"task": {}, "response": "a", "reward": "1"}', r"line 1: reward: .*text is not a number"),
-        ('{"task": {}, "response": "a", "reward": 1, "x": 2}', r"line 1: x: Extra inputs"),
-        ("nonsense", r"line 1: the line: Invalid JSON"),
+        ('{"task": {}, "response": "a", "reward": 1, "x": 2}', r"line 1: x: extra inputs"),
+        ("nonsense", r"line 1: invalid JSON"),
     ],
 )
 def test_a_file_of_labels_that_cannot_be_read_is_said_with_its_line(checked, tmp_path, text, said):

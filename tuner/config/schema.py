@@ -52,6 +52,7 @@ from tuner.config.algorithms import (
     PromptTeacher,
 )
 from tuner.config.source import concealed
+from tuner.encoding import displayable
 from tuner.errors import ConfigError
 
 # Base class of all sections: strict names, typed values.
@@ -84,6 +85,14 @@ class Section(BaseModel):
             annotation = cls.model_fields[info.field_name].annotation
             if annotation in (int, float) or {int, float} & set(get_args(annotation)):
                 raise ValueError("Input should be a number, not true or false")
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_text(cls, value: Any, info: ValidationInfo) -> Any:
+        annotation = info.field_name and cls.model_fields[info.field_name].annotation
+        if section_of(annotation) is None and displayable(value) != value:
+            raise ValueError("Input should be text that can be encoded in UTF-8")
         return value
 
     @classmethod
@@ -1768,15 +1777,6 @@ class RunConfig(Section):
         if isinstance(tuner, dict) and tuner.get("history") is not None:
             recorded = True
         return {**given, "mode": "train" if recorded else "both"}
-
-    @field_validator("project", "name")
-    @classmethod
-    def _names_a_folder(cls, value: str) -> str:
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise ValueError("Input should be text that can be encoded in UTF-8") from None
-        return value
 
     @property
     def run_dir(self) -> Path:

@@ -15,6 +15,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from tuner.encoding import NotText, read_text_file
 from tuner.errors import ConfigError
 
 
@@ -85,12 +86,12 @@ def read_yaml(path: Path) -> YamlFile:
         ConfigError: The file does not exist or is not YAML with keys at the top level.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text_file(path)
     except FileNotFoundError:
         raise ConfigError(
             f"configuration file {str(path)!r} does not exist (looked in {Path.cwd()})"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, NotText) as error:
         raise ConfigError(f"configuration file {str(path)!r} cannot be read: {error}") from None
     try:
         check_levels(text)

@@ -28,6 +28,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
+from tuner.encoding import displayable
 from tuner.errors import ConfigError, MissingDependencyError, ProgramError
 from tuner.rewards.sandbox import Limits, ProgramResult, remove, run
 from tuner.runs.environment import Environment
@@ -413,7 +414,7 @@ class ProgramOutput:
         """The content of one of its files; None if there is no such file, or it is a link."""
         found = self.folder / name
         inside = found.resolve().is_relative_to(self.folder.resolve())
-        return found.read_text(errors="replace") if inside and found.is_file() else None
+        return found.read_text("utf-8", "replace") if inside and found.is_file() else None
 
     def diff(self) -> str:
         """Its changes in its folder, as a unified diff."""
@@ -499,8 +500,8 @@ class Program(Environment):
         Raises:
             ProgramError: It could not be started, was ended at a limit, or failed.
         """
-        values = {name: str(value) for name, value in task.items()} | {
-            "prompt": str(task[self._prompt_key]),
+        values = displayable({name: str(value) for name, value in task.items()}) | {
+            "prompt": displayable(str(task[self._prompt_key])),
             "base_url": model.base_url,
             "api_key": model.api_key,
             "model": model.model_name,
@@ -539,7 +540,7 @@ class Program(Environment):
     async def _finished(self, folder: Path, values: Mapping[str, str]) -> ProgramResult:
         for name, text in self._given(values).items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(text)
+            (folder / name).write_text(text, encoding="utf-8")
         command = [filled(word, values) for word in self._command]
         stdin = values["prompt"] if self._prompt == "stdin" else None
         environment = model_variables(values) | {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
 import logging
 import sys
 import threading
@@ -13,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mappin
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tuner.encoding import json_text
 from tuner.engines.base import Engine, Generation
 from tuner.gateway import session_api
 from tuner.gateway.completion import Completion
@@ -52,7 +52,7 @@ async def complete(exchange: Exchange) -> Reply | StreamReply:
     if exchange.completion.request.stream:
         return StreamReply(_events(exchange))
     answer = await exchange.completion.answer()
-    return Reply(200, json.dumps(exchange.answer(answer)).encode())
+    return Reply(200, json_text(exchange.answer(answer)).encode())
 
 
 async def _events(exchange: Exchange) -> AsyncGenerator[bytes, None]:
@@ -392,8 +392,8 @@ class Gateway:
                 form = anthropic if kind is anthropic.MessagesExchange else chat
                 if name := path.removeprefix(MODELS)[1:]:
                     session.check_model(name)
-                    return Reply(200, json.dumps(form.model(name)).encode())
-                return Reply(200, json.dumps(form.models(self.service.model_name)).encode())
+                    return Reply(200, json_text(form.model(name)).encode())
+                return Reply(200, json_text(form.models(self.service.model_name)).encode())
             return await self._reply(session, role, f"{method} {path}", kind, headers, body)
         except RequestError as error:
             return Reply(error.status, kind.error(error))
@@ -418,7 +418,7 @@ class Gateway:
                 return await once(kind, session, role, body, key)
             return await complete(kind(session, role, body))
         if (method, path) == ("POST", COUNT_TOKENS):
-            return Reply(200, json.dumps(await anthropic.count_tokens(session, body)).encode())
+            return Reply(200, json_text(await anthropic.count_tokens(session, body)).encode())
         raise RequestError(
             f"{asked} is not served here: this gateway answers GET {MODELS}, GET {MODELS}/ID and "
             f"POST {', '.join((*EXCHANGES, COUNT_TOKENS))}",

@@ -23,7 +23,6 @@ the reasoning's tags is also found without them.
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -31,6 +30,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
+from tuner.encoding import json_text
 from tuner.gateway.families.parsing import ParsedMessage, Tools, json_value
 from tuner.gateway.families.renderer import ChatRenderer
 from tuner.gateway.families.template import Message, said
@@ -161,7 +161,7 @@ def comparable(message: ParsedMessage, text: str) -> tuple[object, ...] | None:
             spoken = start + len(part)
     try:
         calls: list[Any] = [
-            (call.name, json.dumps(json_value(call.arguments), sort_keys=True))
+            (call.name, json_text(json_value(call.arguments), sort_keys=True))
             for call in message.tool_calls
         ]
     except (ValueError, RecursionError):
@@ -281,7 +281,7 @@ class Conversations:
             limit: Tokens of the context; None for a prompt of any length.
 
         Raises:
-            RequestError: 400: the text cannot be tokenized, or its length alone is too long.
+            RequestError: 400: its length alone is too long.
         """
         if not turns:
             return Prompt(self._renderer.encode(text, limit), 0, None, 0, self._root, text)

@@ -16,17 +16,20 @@ import openai
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from tuner.encoding import displayable
 from tuner.engines.base import SamplingParams
 from tuner.gateway.app import Gateway
 from tuner.gateway.dialects import Exchange
 from tuner.gateway.dialects.chat import DONE
 from tuner.gateway.request_error import FieldError, RequestError
-from tuner.gateway.service import Reply, StreamReply
+from tuner.gateway.service import Reply, StreamReply, sse
 from tuner.gateway.sessions import Session
 from tuner.traces import Call, Usage
+from tuner.traces.reading import JsonReader
 
 ELSEWHERE = "sampled by a remote model: its token ids are not known"
 CHAT = "POST /v1/chat/completions"
+_COMPLETIONS = JsonReader[ChatCompletion](ChatCompletion, "a chat completion")
 
 
 class Relay(Gateway):
@@ -111,7 +114,7 @@ class _Asked:
 
         body = await self._session.run(ask)
         try:
-            completion = ChatCompletion.model_validate_json(body)
+            completion = _COMPLETIONS.parse(body)
         except ValueError as error:
             raise _unreadable(self._client, error) from None
         self._session.commit(self._calls(completion))
@@ -133,7 +136,7 @@ class _Asked:
                 async for chunk in self._chunks({**self._request, "stream_options": options}):
                     state.handle_chunk(chunk)
                     if chunk.choices or wants_usage:
-                        yield f"data: {chunk.model_dump_json(exclude_unset=True)}\n\n".encode()
+                        yield sse(chunk.model_dump(exclude_unset=True))
             except RequestError as error:
                 yield b"data: " + error.body() + b"\n\n"
                 return
@@ -161,8 +164,8 @@ class _Asked:
         """Arguments for the library, which passes unknown fields through unchecked."""
         own = {"model", "messages", "stream"}
         return {
-            **{name: request[name] for name in own if name in request},
-            "extra_body": {name: value for name, value in request.items() if name not in own},
+            **{name: displayable(request[name]) for name in own if name in request},
+            "extra_body": displayable({k: value for k, value in request.items() if k not in own}),
         }
 
     def _calls(self, completion: ChatCompletion, *, undelivered: bool = False) -> list[Call]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
+
+from tuner.encoding import json_text
 
 Path = tuple[str | int, ...]
 """A place in a request: `("messages", 0, "content")`."""
@@ -73,7 +74,7 @@ class RequestError(Exception):
             "param": param,
             "code": self.code,
         }
-        return json.dumps({"error": error}).encode()
+        return json_text({"error": error}).encode()
 
 
 _TYPES = {401: "authentication_error", 500: "server_error"}
@@ -94,7 +95,7 @@ def wrong(at: Path, problem: str) -> FieldError:
 def shown(value: Any, limit: int = 80) -> str:
     """`value` as quoted in a message: JSON, cut to `limit` characters."""
     try:
-        text = json.dumps(value)
+        text = json_text(value)
     except (TypeError, ValueError, RecursionError):
         text = f"a {type(value).__name__}"
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -463,12 +463,10 @@ def stream_options(at: Path, value: Any) -> bool:
 def json_object(body: bytes) -> dict[str, Any]:
     """Parse the JSON object in `body`."""
     try:
-        # Decoded here, because `json.loads` accepts half of a surrogate pair in bytes.
+        # Decoded here: `json.loads` reads bytes that are not UTF-8, and other encodings.
         fields = json.loads(
             body.decode("utf-8-sig"), parse_constant=refuse_constant, parse_float=_finite_number
         )
-        if b"\\u" in body:  # half of a surrogate pair is JSON, but not text
-            json.dumps(fields, ensure_ascii=False).encode()
     except RecursionError:
         raise FieldError("the body is nested too deeply to be parsed") from None
     except ValueError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from tuner.encoding import json_text
 from tuner.engines.base import Engine, Generation
 from tuner.errors import ConfigError
 from tuner.gateway.families.renderer import ChatRenderer
@@ -182,7 +182,7 @@ def served_path(path: str) -> str:
 def sse(data: Any, event: str | None = None) -> bytes:
     """One server-sent event with a JSON payload."""
     head = f"event: {event}\n" if event else ""
-    return f"{head}data: {json.dumps(data)}\n\n".encode()
+    return f"{head}data: {json_text(data)}\n\n".encode()
 
 
 async def in_loop(home: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 from xml.etree import ElementTree
 
+from tuner.encoding import DISPLAY_ERRORS
 from tuner.errors import MissingDependencyError, RewardError, SandboxError, pip_install
 from tuner.rewards.sandbox import Limits, ProgramResult, remove, run
 from tuner.tasks.functions import JudgeOutput, JudgeType, TaskRow, response_text, shown
@@ -265,7 +266,7 @@ async def _folder(files: Mapping[str, str]) -> AsyncIterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="tuner-code-"))
     try:
         for name, text in files.items():
-            (folder / name).write_bytes(text.encode("utf-8", "replace"))
+            (folder / name).write_bytes(text.encode(errors=DISPLAY_ERRORS))
         yield folder
     finally:
         await asyncio.shield(asyncio.to_thread(remove, folder))

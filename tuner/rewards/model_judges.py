@@ -16,8 +16,10 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from tuner.encoding import displayable, model_json
 from tuner.errors import ConfigError, FunctionError, RewardError, RewardTimeout
 from tuner.tasks.functions import JudgeOutput, JudgeType, TaskRow, response_text, shown
+from tuner.traces.reading import JsonReader
 
 if TYPE_CHECKING:
     from tuner.config import RemoteModel
@@ -111,7 +113,7 @@ class Asker:
         model = self._chat_model(auxiliary_models)
         asked = {
             "model": model.model_name,
-            "messages": [{"role": "user", "content": prompt}],
+            "messages": [{"role": "user", "content": displayable(prompt)}],
             "response_format": _response_format(form),
             **self._sent,
         }
@@ -123,7 +125,7 @@ class Asker:
             verdict, usage = self._known(key, form), JudgeUsage()
             if verdict is None:
                 verdict = await self._answered(model, asked, form, usage)
-                self._keep(key, verdict.model_dump_json())
+                self._keep(key, model_json(verdict))
         return verdict, usage.metrics(getattr(model, "remote", None))
 
     def _chat_model(self, auxiliary_models: Mapping[str, Any]) -> Any:
@@ -210,7 +212,8 @@ class Asker:
         try:
             if text is None and self._cache is not None:
                 text = (self._cache / f"{key}.json").read_text(encoding="utf-8")
-            return None if text is None else form.model_validate_json(text)
+            reader = JsonReader[Form](form, "a verdict")
+            return None if text is None else reader.parse(text.encode())
         except FileNotFoundError:
             return None
         except ValueError as error:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from tuner.encoding import DISPLAY_ERRORS
 from tuner.errors import MissingDependencyError, SandboxError, pip_install
 
 # bubblewrap: namespaces in which a program sees its folder, the system and the gateway.
@@ -342,7 +343,7 @@ async def _fed(stream: asyncio.StreamWriter | None, text: str | bytes | None) ->
     if stream is None or text is None:
         return
     with suppress(ConnectionError):  # it reads no more
-        stream.write(text.encode() if isinstance(text, str) else text)
+        stream.write(text.encode(errors=DISPLAY_ERRORS) if isinstance(text, str) else text)
         await stream.drain()
     stream.close()
     with suppress(ConnectionError):

@@ -31,6 +31,7 @@ from pydantic import AfterValidator
 
 from tuner.config import RunConfig
 from tuner.config.source import LOADER, check_levels
+from tuner.encoding import DISPLAY_ERRORS
 from tuner.errors import ConfigError, TunerError
 from tuner.traces.reading import AnyNumber, Integer, InvalidRecord, JsonReader, Text
 
@@ -102,13 +103,10 @@ class RunDirectory:
         Newer damaged ones are renamed, so that they are written again.
 
         Args:
-            say: Called with a message for each one that is skipped, or cannot be checked.
+            say: Called with a message for each one that is skipped.
         """
         for step in reversed(self.checkpoint_steps()):
             folder = self.checkpoint(step)
-            if not (folder / MANIFEST).exists():
-                say(f"{folder} has no {MANIFEST}, so it goes unchecked: of an earlier version")
-                return step
             if not (found := damage(folder)):
                 return step
             aside = free_name(folder.with_name(f"{folder.name}.damaged"))
@@ -185,6 +183,8 @@ def damage(folder: Path) -> str:
         found = _checksums(folder)
     except InvalidRecord as error:
         return f"{MANIFEST}: {error}"
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
     except OSError as error:
         if error.errno not in (errno.EIO, errno.EISDIR, errno.ELOOP):
             raise  # nothing is known about the files
@@ -204,7 +204,7 @@ DIGESTS = JsonReader[dict[str, str]](dict[Text, str], "digests of data by their 
 def write_atomically(path: Path, text: str) -> None:
     """Write under a temporary name, then rename: a reader sees either the old text or the new."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8", errors=DISPLAY_ERRORS)
     os.replace(temporary, path)
 
 

@@ -29,6 +29,7 @@ from typing import Any
 
 from tuner.config.algorithms import Recorded
 from tuner.config.schema import FormatSection, HistorySection, unix_seconds
+from tuner.encoding import NotText, decoded
 from tuner.errors import ConfigError, DatasetError, TunerError
 from tuner.gateway import ChatRenderer
 from tuner.runs.recorded import (
@@ -452,7 +453,9 @@ def _objects(path: Path) -> Iterator[tuple[int, Any]]:
             if not line.strip():
                 continue
             try:
-                yield number, _VALUES.parse(line)
+                yield number, _VALUES.parse(decoded(line, number).encode())
+            except NotText as error:
+                raise DatasetError(f"{path} cannot be read: {error}") from None
             except InvalidRecord as error:
                 raise DatasetError(f"{path}, line {number} is not JSON: {error}") from None
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, Field
 
+from tuner.encoding import model_json
 from tuner.rollouts.groups import BatchLog, taken_until
 from tuner.runs.directory import RunDirectory, write_atomically
 from tuner.traces import Trace, read_traces
@@ -194,7 +195,7 @@ class Rebased:
 
     def write(self) -> None:
         """Into `rebase.json`."""
-        write_atomically(self._directory.rebase, self.record.model_dump_json(indent=2))
+        write_atomically(self._directory.rebase, model_json(self.record))
 
     def metrics(self, step: int, traces: Sequence[Trace]) -> dict[str, float]:
         """Metrics of a step that trains these traces, every attempt."""

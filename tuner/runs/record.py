@@ -14,6 +14,7 @@ from typing import Any
 from tuner.config import RunConfig
 from tuner.config.keys import located
 from tuner.config.load import checked, read_layers
+from tuner.encoding import model_json
 from tuner.runs.console import ConsoleMonitor, JsonlMonitor
 from tuner.runs.directory import (
     TRAINER_STATE,
@@ -120,7 +121,7 @@ class RunRecord:
         self._file.log(step, metrics)
         self.console.log(step, metrics)
         for tracker in self._trackers:
-            tracker.log_step(metrics, step)
+            tracker.log(metrics, step)
         found = advice(self.recent, self.config)
         if found is not None and found[0] not in self._advised:
             self._advised.add(found[0])
@@ -189,7 +190,7 @@ class RunRecord:
         result.rows = dict(rows)
         if "tensorboard" in self.config.monitor.monitor_type:
             result.tensorboard = self.directory.tensorboard
-        write_atomically(self.directory.result, result.model_dump_json(indent=2))
+        write_atomically(self.directory.result, model_json(result))
         self._completed = True
         return result
 

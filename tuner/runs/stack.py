@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from tuner.config import RunConfig
 from tuner.config.schema import AlgorithmSection
+from tuner.encoding import NotText, read_text_file
 from tuner.engines import TrainingEngine
 from tuner.engines.remote import ServedEngine
 from tuner.engines.transformers.engine import TransformersEngine
@@ -378,7 +379,13 @@ def chat_renderer(config: RunConfig, tokenizer: Any) -> ChatRenderer:
     rollout_model = config.explorer.rollout_model
     template = config.model.custom_chat_template
     if config.model.chat_template_path is not None:
-        template = config.model.chat_template_path.read_text(encoding="utf-8")
+        try:
+            template = read_text_file(config.model.chat_template_path)
+        except (OSError, NotText) as error:
+            raise ConfigError(
+                f"model.chat_template_path: {config.model.chat_template_path} cannot be read: "
+                f"{getattr(error, 'strerror', error)}"
+            ) from error
     return ChatRenderer(
         tokenizer,
         chat_template=template,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from tuner.config.source import concealed, parse_override
+from tuner.encoding import displayable
 from tuner.errors import ConfigError, MissingDependencyError, TunerError, pip_install
 from tuner.runs.directory import write_atomically
 from tuner.traces import Trace
@@ -37,11 +38,16 @@ class Tracker:
     end: Callable[[bool], object]
     samples: int = 8
 
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Send a step's metrics; halves of UTF-16 pairs in their names as U+FFFD."""
+        self.log_step(displayable(dict(metrics)), step)
+
     def show(self, step: int, name: str, traces: Sequence[Trace]) -> None:
         """Send a table of the first traces, ordered by task and rollout."""
         first = sorted((t for t in traces if t.final), key=lambda t: t.id)[: self.samples]
         if first:
-            self.log_table(f"samples/{name}", [_row(trace) for trace in first], step)
+            rows = [displayable(_row(trace)) for trace in first]
+            self.log_table(f"samples/{name}", rows, step)
 
 
 LONGEST = 4000

@@ -17,6 +17,7 @@ from urllib.parse import quote
 import httpx
 import pydantic
 
+from tuner.encoding import displayable
 from tuner.errors import MissingDependencyError, ServingError
 
 # Answers of the control API: one definition for the server and its clients.
@@ -26,6 +27,11 @@ class ServeAnswer(pydantic.BaseModel):
     """An answer of the API; a client ignores additional fields of a newer server."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="ignore")
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _displayable(cls, given: Any) -> Any:
+        return displayable(given)
 
 
 class SessionInfo(ServeAnswer):

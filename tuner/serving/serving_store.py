@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
+from tuner.encoding import displayable
 from tuner.errors import TunerError
 from tuner.gateway import ChatRenderer
 from tuner.gateway.conversations import Conversations
@@ -313,14 +314,21 @@ class Tables:
 
     def ask(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
         """The rows of a query."""
-        return self._connection.execute(query, values).fetchall()
+        return self._execute(query, values).fetchall()
 
     def change(self, statement: str, *values: Any) -> sqlite3.Cursor:
         """Execute a statement, in a new transaction if there is none."""
         if self._writing:
-            return self._connection.execute(statement, values)
+            return self._execute(statement, values)
         with self.writing():
+            return self._execute(statement, values)
+
+    def _execute(self, statement: str, values: Sequence[Any]) -> sqlite3.Cursor:
+        try:
             return self._connection.execute(statement, values)
+        except UnicodeEncodeError:  # SQLite's text has no half of a UTF-16 pair: bytes of JSON
+            given = [one if displayable(one) == one else json.dumps(one).encode() for one in values]
+            return self._connection.execute(statement, given)
 
 
 # The part of a server's store that repeats answers and finds the session of a request.
@@ -589,6 +597,8 @@ class ServingStore(Replies):
         data = dict(zip((one.name for one in fields(StoredSession)), row, strict=True))
         with self._damaged(data["id"]):
             data |= {name: _VALUES.parse(str(data[name]).encode()) for name in _JSON}
+            if isinstance(data["feedback"], bytes):
+                data["feedback"] = _VALUES.parse(data["feedback"])
             data["judged"] = bool(data["judged"])
             return from_plain(StoredSession, _SESSIONS.check(data))
 

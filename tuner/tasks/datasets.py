@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from abc import abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, overload
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tuner.config.source import DATA_FILES, path_or_name
+from tuner.encoding import NotText, decoded, read_text_file, show_all
 from tuner.errors import ConfigError, DatasetError
 from tuner.tasks.functions import shown, text_of
 
@@ -94,7 +96,7 @@ class JsonLines(LazyRows):
         for number, line in enumerate(self._file, 1):
             if line.strip():
                 self._starts.append(start)
-                self._columns |= dict.fromkeys(self._read(line, f"{path}:{number}"))
+                self._columns |= dict.fromkeys(self._read(line, number))
             start += len(line)
 
     def __len__(self) -> int:
@@ -107,16 +109,18 @@ class JsonLines(LazyRows):
                 "be kept in memory, so steps would take arbitrary rows; start again"
             )
         self._file.seek(self._starts[index])
-        return {**self._columns, **self._read(self._file.readline(), str(self._path))}
+        return {**self._columns, **self._read(self._file.readline(), index + 1)}
 
     def _seen(self) -> tuple[int, int]:
         status = self._path.stat()
         return status.st_size, status.st_mtime_ns
 
-    @staticmethod
-    def _read(line: bytes, at: str) -> Row:
+    def _read(self, line: bytes, number: int) -> Row:
+        at = f"{self._path}:{number}"
         try:
-            row = json.loads(line)
+            row = json.loads(decoded(line, number))
+        except NotText as error:
+            raise DatasetError(f"dataset {str(self._path)!r} cannot be read: {error}") from None
         except ValueError as error:
             raise DatasetError(f"{at}: not valid JSON: {error}") from None
         if not isinstance(row, dict):
@@ -225,6 +229,7 @@ class DatasetConfig(PublicSettings):
         rows = list(read_rows(self.path, self.name, self.split)[:n])
         columns = list(dict.fromkeys(key for row in rows for key in row))
         table = {column: [row.get(column) for row in rows] for column in columns}
+        show_all(sys.stdout)
         print(json.dumps(table, indent=2, ensure_ascii=False, default=str))
         return rows
 
@@ -349,7 +354,12 @@ def _read_file(path: Path) -> Sequence[Task]:
             f"dataset {str(path)!r} is a {kind or 'nameless'} file; supported are .json, .jsonl, "
             ".csv and .parquet"
         )
-    return _from_datasets(str(path), kind, data_files=str(path), split="train")
+    try:
+        return _from_datasets(str(path), kind, data_files=str(path), split="train")
+    except DatasetError:
+        if kind == "csv":
+            _text_of(path)  # a reason why it cannot be parsed
+        raise
 
 
 def _read_folder(folder: Path, subset: str | None, split: str | None) -> Sequence[Task]:
@@ -434,12 +444,16 @@ def _as_dataset_error(path: str) -> Iterator[None]:
         raise DatasetError(f"dataset {path!r} {text}") from error
 
 
+def _text_of(path: Path) -> str:
+    try:
+        return read_text_file(path)
+    except (OSError, NotText) as error:
+        raise DatasetError(f"dataset {str(path)!r} cannot be read: {error}") from None
+
+
 def _read_json(path: Path) -> list[Any]:
     """A JSON file with a list, or one value per line."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DatasetError(f"dataset {str(path)!r} cannot be read: {error}") from None
+    text = _text_of(path)
     one_list = path.suffix == ".json" and text.lstrip().startswith("[")
     values: list[Any] = []
     for before, part in enumerate([text] if one_list else text.split("\n")):

@@ -107,7 +107,8 @@ def _newest(run: RunDirectory) -> Candidate:
 
 
 def _of_folder(folder: Path, run: RunDirectory | None) -> Candidate:
-    if (folder / MANIFEST).is_file() and (found := damage(folder)):
+    of_run = run is not None and folder.parent == run.checkpoints
+    if (of_run or (folder / MANIFEST).is_file()) and (found := damage(folder)):
         raise TunerError(f"{folder} is damaged ({found}): take another checkpoint")
     number = folder.name.rpartition("_")[2]
     step = int(number) if run is not None and number.isdecimal() else None

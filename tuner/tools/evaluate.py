@@ -23,6 +23,7 @@ from pydantic import BaseModel
 
 from tuner.config import RemoteModel, RunConfig
 from tuner.config.keys import require_model_libraries
+from tuner.encoding import model_json
 from tuner.errors import ConfigError, TrainingError
 from tuner.gateway import SamplingDefaults
 from tuner.rollouts import StepPlan
@@ -123,7 +124,7 @@ class Evaluation(BaseModel):
 
     def write(self, folder: Path) -> None:
         """Write `evaluation.json` and `evaluation.html`."""
-        write_atomically(folder / "evaluation.json", self.model_dump_json(indent=2))
+        write_atomically(folder / "evaluation.json", model_json(self))
         write_atomically(
             folder / "evaluation.html",
             recorded_tables(*self._tables()).export_html(inline_styles=True),

@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from tuner.config.keys import located
 from tuner.config.schema import DEFAULT_RANK
 from tuner.config.source import GGUF, PACKAGE, lookup
+from tuner.encoding import NotText, read_text_file
 from tuner.errors import ConfigError, TunerError
 from tuner.runs.directory import MANIFEST, TRAINER_STATE, read_metrics
 from tuner.tools.candidates import Candidate, find_candidate
@@ -135,11 +136,11 @@ def _keep_template(candidate: Candidate, folder: Path) -> None:
     template = lookup(config, "model.custom_chat_template")
     if (path := lookup(config, "model.chat_template_path")) is not None:
         try:
-            template = Path(path).read_text(encoding="utf-8")
-        except OSError as error:
+            template = read_text_file(Path(path))
+        except (OSError, NotText) as error:
             raise TunerError(
                 f"cannot read {path}, the chat template of the run (model.chat_template_path): "
-                f"{error.strerror}; restore the file"
+                f"{getattr(error, 'strerror', error)}; restore the file"
             ) from error
     if template is None:
         return

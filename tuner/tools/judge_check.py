@@ -16,8 +16,9 @@ from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
+from tuner.encoding import NotText, read_text_file
 from tuner.errors import ConfigError, DatasetError, FunctionError
 from tuner.gateway import SamplingDefaults
 from tuner.rollouts import StepPlan, collect
@@ -36,6 +37,7 @@ from tuner.tasks.functions import (
 )
 from tuner.tools.judging import JudgeCalls
 from tuner.traces import Trace, TraceStore
+from tuner.traces.reading import InvalidRecord, JsonReader
 from tuner.tune import RunPlan
 
 ROLLOUTS = 4
@@ -142,21 +144,23 @@ class LabelledAnswer(BaseModel):
     reward: Annotated[Number, Field(allow_inf_nan=False)]
 
 
+_LABELLED = JsonReader[LabelledAnswer](LabelledAnswer, "a labelled answer")
+
+
 def read_labelled(path: Path) -> list[LabelledAnswer]:
     """Read a file of JSON lines; raises DatasetError if it has no valid rows."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise DatasetError(f"--labelled: {path} cannot be read: {error.strerror}") from None
+        lines = read_text_file(path).split("\n")
+    except (OSError, NotText) as error:
+        said = getattr(error, "strerror", error)
+        raise DatasetError(f"--labelled: {path} cannot be read: {said}") from None
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            rows += [LabelledAnswer.model_validate_json(line)] if line.strip() else []
-        except ValidationError as error:
-            problem = error.errors(include_url=False)[0]
-            at = ".".join(map(str, problem["loc"])) or "the line"
+            rows += [_LABELLED.parse(line.encode())] if line.strip() else []
+        except InvalidRecord as error:
             raise DatasetError(
-                f"{path}, line {number}: {at}: {problem['msg']}; a row is "
+                f"{path}, line {number}: {error}; a row is "
                 '{"task": {...}, "response": "...", "reward": 0.5}'
             ) from None
     if not rows:

@@ -79,7 +79,7 @@ class ComparedPrompt:
 def write_page(run: Path, *, stopped: str | None = None) -> Path:
     """Write `prompts.html` into the directory of a search; `stopped` says why it ended early."""
     path = run / NAME
-    write_atomically(path, page(run, stopped).encode(errors="replace").decode())
+    write_atomically(path, page(run, stopped))
     return path
 
 

@@ -31,6 +31,7 @@ from typing import Any
 from tuner.config import RunConfig
 from tuner.config.algorithms import ADVANTAGES
 from tuner.config.load import checked, read_layers
+from tuner.encoding import model_json
 from tuner.errors import ConfigError, TunerError
 from tuner.rollouts.chat_models import default_kind
 from tuner.rollouts.groups import BatchLog, taken_until
@@ -344,7 +345,7 @@ class Preparation:
         rows = [self._row(row, to) for row in self._metrics if self._is_kept(row["step"])]
         write_atomically(to.metrics, "".join(f"{json.dumps(row)}\n" for row in rows))
         write_atomically(to.config, self.config.to_yaml())
-        write_atomically(to.rebase, self.record.model_dump_json(indent=2))
+        write_atomically(to.rebase, model_json(self.record))
         os.replace(unfinished, self.new.path)
 
     def _is_kept(self, step: float) -> bool:

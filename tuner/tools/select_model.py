@@ -23,6 +23,7 @@ from pydantic import BaseModel
 from tuner.config import RemoteModel
 from tuner.config.keys import located, require_model_libraries
 from tuner.config.schema import Penalize
+from tuner.encoding import model_json
 from tuner.errors import ConfigError, TrainingError
 from tuner.gateway import SamplingDefaults
 from tuner.rollouts.observed import is_chat_model, name_of, observed, session_of
@@ -566,7 +567,7 @@ class ModelSelection:
         with self._monitor:
             await self._try_all()
             found = standings(self.tried, len(self.run.eval_tasks[SELECTION]))
-            write_atomically(self.directory.result, found.model_dump_json(indent=2))
+            write_atomically(self.directory.result, model_json(found))
             for sentence in (str(found), *found.doubts()):
                 self._monitor.say(sentence)
             self._monitor.say(f"chosen: {found.candidates[0].name}; {self.directory.path}")

@@ -17,6 +17,7 @@ from rich.console import Console
 from tuner.config.load import Layers
 from tuner.config.schema import Penalize
 from tuner.config.source import lookup
+from tuner.encoding import model_json
 from tuner.errors import FunctionError, TrainingError
 from tuner.runs.console import ConsoleMonitor
 from tuner.runs.directory import (
@@ -260,7 +261,7 @@ class _Run:
         result.seconds = time.time() - self._started
         if "tensorboard" in self._settings.trackers:
             result.tensorboard = self.directory.path / "monitor" / "tensorboard"
-        write_atomically(self.directory.result, result.model_dump_json(indent=2))
+        write_atomically(self.directory.result, model_json(result))
         return result
 
     def _write_metrics(self) -> list[dict[str, float]]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from tuner.encoding import displayable, json_text
 from tuner.gateway.completion import Completion, chat_prompt
 from tuner.gateway.families.grammars import AnswerSchema, ToolChoice
 from tuner.gateway.families.parsing import Delta, json_value
@@ -569,7 +570,7 @@ class MessagesExchange:
     @staticmethod
     def error(error: RequestError) -> bytes:
         type_ = _ERRORS.get(error.status, "invalid_request_error")
-        return json.dumps(
+        return json_text(
             {"type": "error", "error": {"type": type_, "message": error.message}}
         ).encode()
 
@@ -642,12 +643,9 @@ def _input(arguments: str) -> Any:
     """The parsed arguments of a call, in a form that clients can read.
 
     The model can write valid JSON that a client's parser rejects: see `json_value`; halves of
-    surrogate pairs become question marks.
+    surrogate pairs become U+FFFD.
     """
-    value = json_value(arguments)
-    if "\\u" in arguments:
-        value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
-    return value
+    return displayable(json_value(arguments))
 
 
 def _stop(choice: Choice) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
+from tuner.encoding import displayable, json_text
 from tuner.engines.base import EngineCapabilities
 from tuner.engines.grammar_text import compile_limits
 from tuner.gateway.families.parsing import (
@@ -171,7 +172,7 @@ def json_schema(schema: dict[str, Any], path: Path) -> str:
         RequestError: 400 that names `path`, with the library's message.
     """
     try:
-        text = json.dumps({**schema, "x-guidance": _SPACING})
+        text = json_text({**schema, "x-guidance": _SPACING})
         problem = _schema_problem(text)
     except RecursionError:
         problem = "it is nested too deeply"
@@ -521,7 +522,7 @@ def grammar_of(
     answer = constraints.answer
     if answer is not None and not (constraints.tools and constraints.tool_choice.mode != "auto"):
         bodies.append(rules.json(json_schema(answer.schema, answer.path)))
-    return f"start: {before}({' | '.join(bodies)})\n{rules.text()}"
+    return displayable(f"start: {before}({' | '.join(bodies)})\n{rules.text()}")
 
 
 def _callable(constraints: Constraints) -> list[CallableTool]:

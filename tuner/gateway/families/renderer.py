@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
+from tuner.encoding import displayable
 from tuner.errors import ConfigError
 from tuner.gateway.families.grammars import Constraints, grammar_of
 from tuner.gateway.families.parsing import (
@@ -399,7 +400,7 @@ class ChatRenderer:
         )
         if not isinstance(text, str):
             raise TypeError(f"apply_chat_template returned a {type(text).__name__}, not text")
-        return text
+        return displayable(text)
 
     def encode(
         self, text: str, limit: int | None = None, *, special: bool = False
@@ -412,7 +413,7 @@ class ChatRenderer:
             special: Whether the tokenizer adds its special tokens; a chat template writes them.
 
         Raises:
-            RequestError: 400: the text cannot be tokenized, or its length alone is too long.
+            RequestError: 400: its length alone is too long.
         """
         self.length_bound.check(text, limit)
         return self._encode_prompt(text, special)
@@ -424,7 +425,7 @@ class ChatRenderer:
         " answer", one token, could be sampled where "answer" has two.
 
         Raises:
-            RequestError: 400: a word cannot be tokenized, or has no tokens.
+            RequestError: 400: a word has no tokens.
         """
         found = []
         for index, word in enumerate(words):
@@ -564,12 +565,7 @@ class ChatRenderer:
                 )
 
     def _encode_text(self, text: str, special: bool = False) -> tuple[int, ...]:
-        try:
-            return tuple(self.tokenizer.encode(text, add_special_tokens=special))
-        except (UnicodeError, TypeError) as error:
-            raise RequestError(
-                f"the messages contain text that cannot be tokenized: {error}", path=("messages",)
-            ) from error
+        return tuple(self.tokenizer.encode(displayable(text), add_special_tokens=special))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens included; parts of a character show as U+FFFD."""
