@@ -1,4 +1,4 @@
-"""Tokens that are too old are not trained, and counted; their rollouts' rewards still compare."""
+"""Tokens that are too old are not trained, and counted."""
 
 from dataclasses import replace
 
@@ -31,10 +31,10 @@ def test_the_old_beginning_of_an_answer_becomes_its_prompt():
     assert batch.dropped_rollouts == {}
 
 
-def test_a_rollout_of_old_tokens_alone_is_counted_and_still_compared():
+def test_a_rollout_of_old_tokens_alone_is_counted_and_not_compared():
     batch = build_batch(group([0, 0], [2], [2]), oldest=1)
-    assert [row.rollout for row in batch.rows] == [1, 2]
-    assert batch.rewards_R.tolist() == [0.0, 1.0, 2.0]
+    assert [row.rollout for row in batch.rows] == [0, 1]
+    assert batch.rewards_R.tolist() == [1.0, 2.0]
     assert batch.dropped_rollouts == {"stale": 1}
 
 
@@ -50,12 +50,13 @@ def test_masked_stale_and_trained_add_up(versions, oldest, a, b):
     traces = [
         trace(0, 0, [aged("c", versions, masked)], reward=1.0),
         trace(0, 1, [aged("d", [6])], reward=0.0),
+        trace(0, 2, [aged("e", [6])], reward=0.0),
     ]
     batch = build_batch(traces, oldest=oldest)
     trained = [v for row in batch.rows for v in row.versions]
     assert min(trained) >= oldest
     left = [v for place, v in enumerate(versions) if not start <= place < stop]
-    assert sorted(trained) == sorted([v for v in left if v >= oldest] + [6])
+    assert sorted(trained) == sorted([v for v in left if v >= oldest] + [6, 6])
 
 
 def test_a_group_that_was_ended_early_can_be_left_out():

@@ -209,8 +209,7 @@ def _turns_differ(batch: Batch, discount: float, in_groups: bool) -> bool:
         values[row.rollout].append(value)
     means: dict[int, set[float]] = defaultdict(set)
     for rollout, group in enumerate(batch.group_R.tolist()):
-        mean = fmean(values.get(rollout) or [float(batch.rewards_R[rollout])])
-        means[group if in_groups else 0].add(mean)
+        means[group if in_groups else 0].add(fmean(values[rollout]))
     return bool(batch.rows) and any(len(found) > 1 for found in means.values())
 
 

@@ -28,7 +28,7 @@ from tuner.rollouts.runner import Panel, panels_of
 from tuner.runs.auxiliary import AuxiliaryModels
 from tuner.runs.models import load_tokenizer
 from tuner.tasks.loading import load
-from tuner.traces import Outcome, RolloutId, Trace
+from tuner.traces import Outcome, RolloutId, Trace, without_vote
 from tuner.training.batch import alike, reward_of, unreplayed
 from tuner.trinity.datafiles import task_of
 from tuner.trinity.endpoints import TinkerEngine, TrinityVllmEngine
@@ -146,7 +146,11 @@ class TunerWorkflow(Workflow):  # type: ignore[misc]  # untyped
             policy = self._settings["on_failure"]
             penalty = policy["penalize"] if isinstance(policy, Mapping) else None
             found = ((trace, reward_of(trace, penalty)) for trace in traces)
-            used = [(trace, reward) for trace, reward in found if reward is not None]
+            used = [
+                (trace, reward)
+                for trace, reward in found
+                if reward is not None and without_vote(trace, unreplayed) is None
+            ]
             whole = self.repeat_times == self.task.repeat_times and self.repeat_times > 1
             if whole and len(used) < 2:
                 used = []  # nothing to compare with
