@@ -141,7 +141,6 @@ SILENCED = {
     "greedy_call": greedy,
     "undelivered_call": each_call(undelivered=True),
     "invalid_call": each_call(invalid="damaged"),
-    "stale": each_call(versions=(0, 0)),
     "reward_without_peer": each_call(reward=1.0, role="alone"),
 }
 REWARDED = {name: row for name, row in ALGORITHMS.items() if row.recorded is None}

@@ -1,4 +1,4 @@
-"""Tokens that are too old are not trained, and counted."""
+"""Tokens that are too old are not trained, and counted; their rollouts' rewards still compare."""
 
 from dataclasses import replace
 
@@ -31,10 +31,10 @@ def test_the_old_beginning_of_an_answer_becomes_its_prompt():
     assert batch.dropped_rollouts == {}
 
 
-def test_a_rollout_of_old_tokens_alone_is_counted_and_not_compared():
+def test_a_rollout_of_old_tokens_alone_is_counted_and_still_compared():
     batch = build_batch(group([0, 0], [2], [2]), oldest=1)
-    assert [row.rollout for row in batch.rows] == [0, 1]
-    assert batch.rewards_R.tolist() == [1.0, 2.0]
+    assert [row.rollout for row in batch.rows] == [1, 2]
+    assert batch.rewards_R.tolist() == [0.0, 1.0, 2.0]
     assert batch.dropped_rollouts == {"stale": 1}
 
 

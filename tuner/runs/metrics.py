@@ -209,7 +209,8 @@ def _turns_differ(batch: Batch, discount: float, in_groups: bool) -> bool:
         values[row.rollout].append(value)
     means: dict[int, set[float]] = defaultdict(set)
     for rollout, group in enumerate(batch.group_R.tolist()):
-        means[group if in_groups else 0].add(fmean(values[rollout]))
+        mean = fmean(values.get(rollout) or [float(batch.rewards_R[rollout])])
+        means[group if in_groups else 0].add(mean)
     return bool(batch.rows) and any(len(found) > 1 for found in means.values())
 
 

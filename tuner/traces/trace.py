@@ -173,7 +173,7 @@ def untrainable(call: Call) -> str | None:
 
 
 def without_vote(trace: Trace, left_out: Callable[[Call], str | None] = untrainable) -> str | None:
-    """Why the reward of a rollout is compared with no other, or None: one of its tokens is trained.
+    """Why the reward of a rollout is compared with no other, or None: a token of it can be trained.
 
     Args:
         left_out: Why a call is not trained, or None.

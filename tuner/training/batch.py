@@ -183,8 +183,7 @@ class Batch:
 
     Attributes:
         rows: In order of rollout and call, whatever the order of arrival.
-        rewards_R: Reward of each of the R rollouts used, all with rows; 0 if it has none and needs
-            none.
+        rewards_R: Reward of each of the R rollouts used; 0 if it has none and needs none.
         group_R: Index of each rollout's group, 0 .. G-1.
         ids: Ids of these rollouts, R of them.
         sampled_tokens: Tokens sampled in all attempts of the step.
@@ -273,8 +272,9 @@ class CallUse:
 
     @property
     def reason(self) -> str | None:
-        """Why most of its tokens are not trained, or None if one is."""
-        return None if self.stretches else max(self.lost, key=self.lost.__getitem__)
+        """Why its rollout has no vote by it, or None: a token is trained, or is too old."""
+        votes = self.stretches or self.lost.get("stale")
+        return None if votes else max(self.lost, key=self.lost.__getitem__)
 
 
 def _voters(
@@ -327,14 +327,15 @@ def build_batch(
 
     A group is used while at least two of its rollouts are, or one where that is enough. A rollout
     is used when it completed with a reward, or without where none is needed, or failed after at
-    least one call and `penalty` is given; and when a token of it is trained: the rewards of all
-    others are compared with none.
+    least one call and `penalty` is given; and when a token of it is trained or is only too old. The
+    rewards of all others are compared with none.
 
     Args:
         traces: Every attempt of one step, in any order.
         penalty: Reward of a failed rollout (`tuner.on_failure: {penalize: value}`); None drops it.
         selection: Filters of groups, and what is done with rewards.
-        oldest: Tokens that were sampled by earlier weights than this version are not trained.
+        oldest: Tokens that were sampled by earlier weights than this version are not trained; the
+            rewards of their rollouts count all the same.
         unfinished: Groups, as (step, task), that were ended early and are not to be used.
         left_out: Why a call of a rollout that is used is not trained, or None.
         teacher_prompt: What a teacher reads before a call.
@@ -400,6 +401,7 @@ def build_batch(
 
     rows: list[Row] = []
     for index, (trace, _, group) in enumerate(used):
+        before = len(rows)
         told = selection.needs_reward and any(c.gained is not None for c in trace.calls)
         for place, call in enumerate(trace.calls):
             use = uses[trace.id, call.id]
@@ -427,6 +429,7 @@ def build_batch(
                 )
                 for start, stop in use.stretches
             ]
+        rollouts["stale"] += len(rows) == before
     batch = Batch(
         rows=tuple(rows),
         rewards_R=torch.tensor([reward for _, reward, _ in used], dtype=torch.float64),
@@ -436,7 +439,7 @@ def build_batch(
         replayed_tokens=sum(trace.replayed_tokens for trace in attempts),
         origins=origins,
         dropped_tokens={reason: count for reason, count in sorted(tokens.items()) if count},
-        dropped_rollouts=dict(sorted(rollouts.items())),
+        dropped_rollouts={reason: count for reason, count in sorted(rollouts.items()) if count},
     )
     if batch.sampled_tokens != batch.trained_tokens + sum(batch.dropped_tokens.values()):
         raise AssertionError(

@@ -344,7 +344,16 @@ def _of_turns(
     returns_N = call_returns(batch, discount, penalties)
     first_C, call_N = _calls(batch, torch.ones(len(batch.rows), dtype=torch.bool))
     rollout_N = torch.tensor([row.rollout for row in batch.rows], dtype=torch.long)
-    rollout_C = rollout_N[first_C]
-    advantages_C = compared(args, returns_N[first_C], rollout_C, batch.group_R[rollout_C])
+    # A rollout whose tokens are all too old still counts in the baseline of the others.
+    is_silent_R = torch.ones(len(batch.rewards_R), dtype=torch.bool)
+    is_silent_R[rollout_N] = False
+    silent = is_silent_R.nonzero()[:, 0]
+    rollout_C = torch.cat([rollout_N[first_C], silent])
+    advantages_C = compared(
+        args,
+        torch.cat([returns_N[first_C], batch.rewards_R[silent]]),
+        rollout_C,
+        batch.group_R[rollout_C],
+    )
     advantages_N = advantages_C[call_N]
     return advantages_N.masked_fill(quiet(batch.rewards_R, batch.group_R, args)[rollout_N], 0)
