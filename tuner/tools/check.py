@@ -137,6 +137,8 @@ def inputs(run: RunPlan, stack: Stack, workers: str | None = None) -> Iterator[s
     if stack.arrangement is not None:
         yield f"                 {stack.arrangement.placement}"
         yield f"                 {stack.arrangement.weights}"
+    if stack.turn_ends is not None:
+        yield f"  end of a turn  {stack.turn_ends}"
     if workers is not None:
         yield f"  {workers.replace('workers:', 'workers       ', 1)}"
 
