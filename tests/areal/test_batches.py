@@ -1,11 +1,15 @@
 """Batches of the loop in the open: what is in them, what is compared, what is left out."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.areal.loop import GCONFIG, ROWS, Random
 from tests.areal.test_tokens import PROMPT, single
+from tests.kit.builders import call, trace
 from tuner.areal import ModelRequest
+from tuner.areal.group_rows import group_of
 from tuner.areal.trajectory_batch import to_batch
 from tuner.engines import SamplingParams
 from tuner.errors import TrainingError
@@ -20,19 +24,19 @@ def test_a_batch_has_what_was_sampled_and_says_which_rollouts_are_compared(make_
     )
     assert batch["group_ids"].tolist() == [0, 0, 1, 1, 2, 2]
     assert batch["rollout_ids"].tolist() == [0, 1, 2, 3, 4, 5]
-    calls = [trace.calls[0] for trace in batch.traces]
-    for row, call in enumerate(calls):
+    calls = [one.calls[0] for one in batch.traces]
+    for row, sampled in enumerate(calls):
         mask = batch["loss_mask"][row].bool()
-        assert batch["input_ids"][row][mask].tolist() == list(call.completion_ids)
-        assert batch["logprobs"][row][mask].tolist() == pytest.approx(list(call.logprobs))
+        assert batch["input_ids"][row][mask].tolist() == list(sampled.completion_ids)
+        assert batch["logprobs"][row][mask].tolist() == pytest.approx(list(sampled.logprobs))
         assert set(batch["versions"][row][~mask].tolist()) == {-1}
         assert set(batch["versions"][row][mask].tolist()) == {0}
     logp = actor.compute_logp(batch)
     torch.testing.assert_close(logp, batch["logprobs"], atol=1e-5, rtol=0)
     assert batch.account.sampled == int(batch["loss_mask"].sum())
     found, _ = to_batch(batch, Selection(), SamplingParams(max_tokens=1))
-    assert [row.kept for row in found.rows] == [call.kept for call in calls]
-    assert all(all(call.kept) for call in calls)
+    assert [row.kept for row in found.rows] == [one.kept for one in calls]
+    assert all(all(one.kept) for one in calls)
 
 
 def test_one_failing_rollout_does_not_take_its_group_along(make_loop):
@@ -169,3 +173,27 @@ def test_attempts_that_were_tried_again_are_counted(make_loop):
     batch = rollout.rollout_batch(ROWS[:1], Flaky(), group_size=2)
     assert batch.account.dropped == {"retried_attempt": 5}
     assert batch.account.sampled == 15
+
+
+def test_a_rollout_without_a_trained_token_has_no_vote():
+    calls = [call(str(n), [1], [2, 3], [-1.0] * 2) for n in range(3)]
+    calls[2] = replace(calls[2], excluded=True)
+    rollouts = [
+        [trace(0, n, [c], reward=r)]
+        for n, (c, r) in enumerate(zip(calls, (0, 1, 100), strict=True))
+    ]
+    group = group_of(rollouts, {}, Selection(best_only=True))
+    assert group.tensors is not None
+    assert group.tensors["rollout_ids"].tolist() == [1]
+    assert group.account.dropped == {"excluded_call": 2, "not_best_of_group": 2}
+    assert group.account.outcomes == {"completed": 3, "excluded_call": 1, "not_best_of_group": 1}
+
+
+def test_a_rollout_that_the_user_masked_has_no_vote(make_loop):
+    _, rollout = make_loop()
+    batch = rollout.rollout_batch(ROWS[:1], Random(), group_size=3)
+    batch["rewards"] = torch.tensor([0.0, 1.0, 100.0])
+    batch["loss_mask"][2] = 0
+    found, _ = to_batch(batch, Selection(), SamplingParams(max_tokens=1))
+    assert found.rewards_R.tolist() == [0.0, 1.0]
+    assert found.sampled_tokens == found.trained_tokens + found.dropped_tokens["masked"]

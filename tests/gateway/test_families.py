@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from copy import deepcopy
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai import BadRequestError
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from tests.gateway.drift import USER, Scripted, ask, continues, path
@@ -507,6 +509,101 @@ async def test_conversation_goes_on_with_the_call_that_was_sampled(name: str) ->
     earlier, later = session.calls
     assert later.rerendered is None
     assert continues(later, earlier)
+    await gateway.aclose()
+
+
+# What comes before an answer where the prompt opens the reasoning, or a message has a header.
+BEGUN = {
+    "gpt_oss": "<|channel|>final<|message|>",
+    "qwen3_5": "</think>\n\n",
+    "deepseek_v3": "</think>",
+}
+
+
+@pytest.mark.parametrize("marked", [True, False])
+@family_of
+async def test_the_last_token_of_the_template_ends_a_turn(family: Family, marked: bool) -> None:
+    """Also if it is not marked special, as in a base model's vocabulary."""
+    end = "<|return|>" if family.name == "gpt_oss" else family.end
+    begin = BEGUN.get(family.name, "")
+    spoken = deepcopy(tokenizer())
+    spoken.add_tokens([AddedToken(end, normalized=False)], special_tokens=marked)
+    renderer = ChatRenderer(
+        spoken,
+        chat_template=(TEMPLATES / f"{family.name}.jinja").read_text(encoding="utf-8"),
+        tool_call_parser=family.tool_call_parser,
+        reasoning_parser=family.reasoning_parser,
+    )
+    (end_id,) = spoken.encode(end, add_special_tokens=False)
+    assert renderer.end_ids == {end_id}
+    sampled = tuple(spoken.encode(f"{begin}It is 42.{end}", add_special_tokens=False))
+    gateway = Gateway(Scripted(sampled), renderer, model_name="tiny")
+    session = gateway.open_session("r")
+    answer = await ask(session, [USER])
+    assert answer["content"] == "It is 42."
+    await ask(session, [USER, answer, USER])
+    earlier, later = session.calls
+    assert begin or continues(later, earlier)
+    await gateway.aclose()
+
+
+def test_an_end_of_the_configuration_is_not_in_the_text() -> None:
+    (word,) = tokenizer().encode("~")
+    ids = [*tokenizer().encode("ab"), word]
+    assert ChatRenderer(tokenizer()).parse(ids, tools=[]).content == "ab~"
+    renderer = ChatRenderer(tokenizer(), end_ids=[word])
+    assert renderer.parse(ids, tools=[]).content == "ab"
+    assert renderer.end_ids == {tokenizer().eos_token_id}
+    assert not list(renderer.special_tokens.borders("a~b"))
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLED.keys() - {"gpt_oss"}))
+def test_nothing_of_an_answer_that_was_cut_off_is_lost(name: str) -> None:
+    (family,) = (family for family in FAMILIES if family.name == name)
+    tags = [piece for piece in family.pieces if re.fullmatch(r"<\S+>|\[\S+\]", piece)]
+    spoken = spoken_with([family.end, *tags])
+    renderer = ChatRenderer(
+        spoken,
+        chat_template=(TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8"),
+        tool_call_parser=family.tool_call_parser,
+        reasoning_parser=family.reasoning_parser,
+    )
+    ids = spoken.encode(SAMPLED[name], add_special_tokens=False)
+
+    def plain(text: str) -> str:
+        return re.sub(r"\s|</?think>|\[/?THINK\]", "", text)
+
+    for stop in range(1, len(ids) + 1):
+        text, _ = renderer.completion_text(ids[:stop], cut_off=True)
+        found = renderer.parse_text(text, tools=[ADD_TOOL], opened=False)
+        if not found.tool_calls:
+            said = (found.reasoning or "") + (found.content or "")
+            assert plain(said) == plain(spoken.decode(ids[:stop]))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_cut_after_an_opening_tag_keeps_it(stream: bool) -> None:
+    tags = ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"]
+    spoken = spoken_with(["<｜end▁of▁sentence｜>", *tags])
+    template = (TEMPLATES / "deepseek_v31.jinja").read_text(encoding="utf-8")
+    renderer = ChatRenderer(
+        spoken,
+        chat_template=template,
+        tool_call_parser="deepseek_v31",
+        reasoning_parser="deepseek_v3",
+    )
+    sampled = tuple(spoken.encode("".join(tags) + "add", add_special_tokens=False))
+    gateway = Gateway(Scripted(sampled), renderer, model_name="tiny")
+    client = gateway.open_session("r").async_client()
+    asked: Any = {"messages": [USER], "tools": [ADD_TOOL], "max_tokens": 2}
+    if stream:
+        answer = await client.chat.completions.create(model="tiny", stream=True, **asked)
+        said = [chunk.choices[0].delta.content or "" async for chunk in answer if chunk.choices]
+        assert "".join(said) == "".join(tags)
+    else:
+        answer = await client.chat.completions.create(model="tiny", **asked)
+        assert answer.choices[0].message.content == "".join(tags)
+        assert answer.choices[0].finish_reason == "length"
     await gateway.aclose()
 
 

@@ -6,14 +6,20 @@ import json
 import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import huggingface_hub
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from tests.kit import runs
+from tests.kit.models import save_chat_model
+from tuner.engines import SamplingParams
 from tuner.errors import ConfigError, TunerError
+from tuner.loop import run_local
+from tuner.runs.stack import build_stack
 from tuner.tools.export import export
 
 
@@ -286,3 +292,86 @@ def test_a_name_that_is_none_and_a_hub_that_is_not_there_are_one_sentence(
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url or hub.url)
     with pytest.raises(TunerError, match=f"--push {name}: .*The export is in"):
         export(trained / "whole", tmp_path / "out", push=name)
+
+
+TINY_MATH = Path(__file__).parents[2] / "models/tiny_math"
+TALK = [{"role": "user", "content": "ho"}, {"role": "assistant", "content": "hi"}]
+
+
+@pytest.fixture
+def base_model(tmp_path):
+    """A base model with a chat template: text ends with another token than turns."""
+    folder = save_chat_model(tmp_path / "base", num_hidden_layers=1, max_position_embeddings=256)
+    spoken = AutoTokenizer.from_pretrained(folder)
+    spoken.eos_token = "<|endoftext|>"
+    spoken.save_pretrained(folder)
+    settings = GenerationConfig.from_pretrained(folder)
+    settings.eos_token_id = spoken.eos_token_id
+    settings.save_pretrained(folder)
+    return folder
+
+
+def stops(model, spoken):
+    """Whether plain generation ends with the turn of a model that wants to say nothing."""
+    end = spoken.convert_tokens_to_ids("<|im_end|>")
+    prompt = torch.tensor([spoken.encode("ho")])
+    said = model.generate(prompt, do_sample=False, max_new_tokens=5, sequence_bias=[[[end], 100.0]])
+    return said[0, prompt.shape[1] :].tolist() == [end]
+
+
+async def test_rollouts_stop_where_the_template_ends_a_turn(base_model, tmp_path):
+    config = runs.config(base_model, tmp_path)
+    stack = build_stack(config, workflow=runs.workflow, judge=runs.judge)
+    end = stack.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    likely = SamplingParams(max_tokens=5, logit_bias=((end, 100.0),))
+    answer = await stack.engine.generate([1, 2], likely, "s")
+    (said,) = [one for one in stack.decisions if "ends a turn" in one]
+    found = stack.gateway.renderer.parse(answer.completion_ids, tools=[])
+    await stack.aclose()
+    assert (answer.completion_ids, answer.finish_reason) == ((end,), "stop")
+    assert found.content in ("", None)
+    assert "'<|im_end|>'" in said
+    assert "generation_config names '<|endoftext|>'" in said
+    again = build_stack(runs.config(TINY_MATH, tmp_path), workflow=None, judge=None)
+    await again.aclose()
+    assert not [one for one in again.decisions if "ends a turn" in one]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "merge"),
+    [
+        ([], False),
+        (["model.lora_configs=[{lora_rank: 2}]"], False),
+        (["model.lora_configs=[{lora_rank: 2}]"], True),
+        (["mode=train", "algorithm.algorithm_type=sft"], False),
+        (None, False),  # no run: the model itself
+    ],
+)
+def test_plain_generation_from_an_export_stops(base_model, tmp_path, overrides, merge):
+    source = base_model
+    assert not stops(loaded(base_model), AutoTokenizer.from_pretrained(base_model))
+    if overrides is not None:
+        config = runs.config(base_model, tmp_path, "buffer.total_steps=1", *overrides)
+        rollouts = config.mode != "train"
+        run_local(
+            config,
+            workflow=runs.workflow if rollouts else None,
+            judge=runs.judge if rollouts else None,
+            train_tasks=runs.TRAIN if rollouts else [{"messages": TALK}] * 2,
+            eval_tasks={"held-out": runs.EVAL} if rollouts else {},
+        )
+        source = tmp_path / "p/run"
+    export(source, tmp_path / "out", merge=merge)
+    adapter = (tmp_path / "out/adapter_config.json").exists()
+    model = loaded(base_model if adapter else tmp_path / "out")
+    if adapter:
+        model = PeftModel.from_pretrained(model, tmp_path / "out")
+        model.generation_config = GenerationConfig.from_pretrained(tmp_path / "out")
+    assert stops(model, AutoTokenizer.from_pretrained(tmp_path / "out"))
+    assert ("--generation-config FOLDER" in card(tmp_path / "out").text) == adapter
+
+
+def test_an_adapter_whose_model_stops_has_no_generation_settings(trained, tmp_path):
+    export(trained / "adapter", tmp_path / "out")
+    assert not (tmp_path / "out/generation_config.json").exists()
+    assert "generation" not in card(tmp_path / "out").text.replace("text-generation", "")

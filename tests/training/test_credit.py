@@ -95,9 +95,9 @@ def test_excluded_and_undelivered_calls_are_dropped_and_counted() -> None:
         first,
         calls=(replace(excluded, excluded=True), replace(undelivered, undelivered=True)),
     )
-    batch = build_batch([first, rollout(1, 0, (None, None))])
+    batch = build_batch([first, *(rollout(number, 0, (None, None)) for number in (1, 2))])
     assert batch.dropped_tokens == {"excluded_call": 2, "undelivered_call": 2}
-    assert [row.call_id for row in batch.rows] == ["1-0"]
+    assert [row.call_id for row in batch.rows] == ["1-0", "2-0"]
 
 
 def test_an_excluded_call_is_no_peer() -> None:

@@ -6,10 +6,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.engines.models import VOCABULARY
 from tests.kit.builders import call, trace
+from tests.kit.toy import tokenizer
 from tests.training.configured import training
 from tests.training.exact import all_float64, row, weights_of
 from tests.training.test_critic import ALONE, PPO, with_head
-from tuner.runs.models import load_model
+from tuner.runs.models import load_model, stop_at_turns
 from tuner.training.batch import build_batch
 from tuner.training.forward.layouts import Forward, exact_forward
 from tuner.training.trainer import Critic, PolicyTrainer
@@ -110,3 +111,17 @@ def test_an_update_and_a_critics_update_change_the_row(folder):
     for model in models:
         change = (model.get_input_embeddings().weight - before).abs().amax(-1)
         assert change[PAD] > 2 * change[99]
+
+
+def test_padding_that_ends_the_turns_of_a_template_is_trained(folder, tmp_path):
+    config = LlamaConfig.from_pretrained(folder)
+    config.eos_token_id = PAD + 1
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    model = loaded(str(tmp_path / "base"))
+    assert model.get_input_embeddings().padding_idx == PAD
+    said = stop_at_turns(model, tokenizer(), [PAD])
+    assert said is not None
+    assert model.get_input_embeddings().padding_idx is None
+    ends = [PAD + 1, PAD, tokenizer().eos_token_id]
+    assert model.generation_config.eos_token_id == ends
+    assert stop_at_turns(model, tokenizer(), [PAD]) is None

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.kit.builders import call, trace
+from tuner.config import load_config
+from tuner.config.algorithms import ADVANTAGES, ALGORITHMS, TURN_DISCOUNTED
 from tuner.errors import TrainingError
+from tuner.rollouts import Rollouts
+from tuner.rollouts.branching import PointSelector
+from tuner.rollouts.groups import BatchLog, TrainingGroups
+from tuner.runs.history import History
 from tuner.runs.metrics import batch_metrics, has_signal
+from tuner.runs.notices import SignalHistory, equal_groups
+from tuner.runs.sources import comparable, off_policy_batch
+from tuner.runs.stack import selection
+from tuner.tasks.selection import Curriculum
+from tuner.traces import Origin, Outcome, TraceStore
 from tuner.training.batch import Overlong, Selection, build_batch
+from tuner.training.scoring import critic_advantages, row_advantages
 
 
 def group(task, *rewards, tokens=2):
@@ -105,3 +121,217 @@ def test_algorithms_that_compare_all_rewards_of_a_step_see_signal_between_groups
     assert not has_signal(batch)
     assert has_signal(batch, "reinforceplusplus")
     assert not has_signal(build_batch(group(0, 1, 1)), "reinforce")
+
+
+# A rollout of which nothing is trained is as good as absent, except in the counts.
+
+
+def each_call(**fields):
+    return lambda one: replace(one, calls=tuple(replace(c, **fields) for c in one.calls))
+
+
+def greedy(one):
+    calls = (replace(c, sampling=replace(c.sampling, temperature=0.0)) for c in one.calls)
+    return replace(one, calls=tuple(calls))
+
+
+SILENCED = {
+    "excluded_call": each_call(excluded=True),
+    "masked": each_call(masked=((0, 2),)),
+    "greedy_call": greedy,
+    "undelivered_call": each_call(undelivered=True),
+    "invalid_call": each_call(invalid="damaged"),
+    "reward_without_peer": each_call(reward=1.0, role="alone"),
+}
+REWARDED = {name: row for name, row in ALGORITHMS.items() if row.recorded is None}
+GIVEN = {
+    "prompt_distill": ["tuner.algorithm.prompt=Hi"],
+    "on_policy_distill": ["explorer.auxiliary_models=[{name: t, model_path: t}]"],
+}
+FILTERS = {
+    "": [],
+    "dynamic sampling": ["tuner.algorithm.dynamic_sampling=true"],
+    "success rate": ["tuner.algorithm.success_rate_lb=0.2", "tuner.algorithm.success_rate_ub=0.6"],
+    "turn discount": ["tuner.algorithm.turn_discount=0.5"],
+    "batch deviation": ["algorithm.advantage_fn_args.std_cal_level=batch"],
+    "threshold": ["algorithm.advantage_fn_args.std_threshold=0.1"],
+}
+
+
+def allowed(algorithm, filters):
+    advantage = REWARDED[algorithm].advantage_fn
+    if not ADVANTAGES[advantage].needs_reward:
+        return not filters
+    if filters == "turn discount":
+        return advantage in TURN_DISCOUNTED
+    return filters not in ("batch deviation", "threshold") or advantage == "grpo"
+
+
+def advantages(batch, config):
+    if not batch.rows:
+        return []
+    zeros = tuple(torch.zeros(len(row.completion_ids), dtype=torch.float64) for row in batch.rows)
+    if config.algorithm.uses_critic:
+        return [one.tolist() for one in critic_advantages(batch, config, zeros)[0]]
+    return [one.tolist() for one in row_advantages(batch, config, teacher_logp=zeros)]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "filters"),
+    [(name, some) for name in REWARDED for some in FILTERS if allowed(name, some)],
+)
+def test_a_rollout_without_a_trained_token_has_no_vote(algorithm, filters):
+    config = load_config(
+        overrides=[
+            f"algorithm.algorithm_type={algorithm}",
+            *GIVEN.get(algorithm, []),
+            *FILTERS[filters],
+        ]
+    )
+    chosen = selection(config)
+    told = algorithm == "prompt_distill"
+
+    def built(traces):
+        return build_batch(
+            map(each_call(), traces),
+            selection=chosen,
+            oldest=1,
+            teacher_prompt=lambda call: (9,) if told else (),
+        )
+
+    @settings(max_examples=25)
+    @given(
+        st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=4),
+        st.sampled_from([100.0, -100.0, 0.0]),
+        st.sampled_from(sorted(SILENCED)),
+        st.integers(0, 4),
+    )
+    def test(rewards, reward, reason, place):
+        compares_calls = not (chosen.lone_rewards or chosen.best_only) and chosen.needs_reward
+        if reason == "reward_without_peer" and not compares_calls:
+            reason = "masked"
+        voters = [
+            trace(
+                task,
+                number + (number >= place),
+                [replace(call(f"{task}-{number}", [1, task], [2, 3], [-1.0] * 2), versions=(1, 1))],
+                reward=one,
+            )
+            for task in (0, 1)
+            for number, one in enumerate(rewards)
+        ]
+        made = replace(call("silent", [1, 0], [4, 5], [-1.0] * 2), versions=(1, 1))
+        silent = SILENCED[reason](trace(0, place, [made], reward=reward))
+        found, wanted = built([*voters, silent]), built(voters)
+        assert found.rows == wanted.rows
+        assert found.ids == wanted.ids
+        assert found.rewards_R.tolist() == wanted.rewards_R.tolist()
+        assert found.group_R.tolist() == wanted.group_R.tolist()
+        assert Counter(found.dropped_tokens) - Counter(wanted.dropped_tokens) == {reason: 2}
+        assert Counter(found.dropped_rollouts) - Counter(wanted.dropped_rollouts) == {reason: 1}
+        assert advantages(found, config) == advantages(wanted, config)
+        signals = [has_signal(one, config.algorithm.advantage_fn) for one in (found, wanted)]
+        assert signals[0] == signals[1]
+
+    test()
+
+
+@pytest.mark.parametrize("silenced", [SILENCED[name] for name in ("excluded_call", "greedy_call")])
+def test_a_branch_without_a_trained_token_has_no_vote_on_its_trunk(silenced):
+    """The tree is that of a branch that failed."""
+    config = load_config(overrides=["algorithm.algorithm_type=tree"])
+
+    def calls(name):
+        return [call(f"{name}{n}", [1] * (n + 1), [2, 3], [-1.0] * 2) for n in (0, 1)]
+
+    trunks = [trace(0, n, calls(n), reward=float(n)) for n in (0, 1)]
+    shared = replace(trunks[0].calls[0], replayed=2)
+    origin = Origin(trunks[0].id, attempt=0, calls=1)
+    own = silenced(trace(0, 2, calls("b")[1:]))
+    branch = replace(own, calls=(shared, *own.calls), origin=origin, reward=100.0)
+    failed = replace(branch, outcome=Outcome.WORKFLOW_ERROR, reward=None)
+    trees = [build_batch([*trunks, one], selection=selection(config)) for one in (branch, failed)]
+    assert trees[0].rows == trees[1].rows
+    assert advantages(trees[0], config) == advantages(trees[1], config)
+    assert trees[0].sampled_tokens == trees[0].trained_tokens + 2
+
+
+@pytest.fixture
+def step():
+    """Two groups whose rewards are equal, but for a rollout that is not trained."""
+    return [
+        trace(task, number, [call(f"{task}-{number}", [1], [2, 3], [-1.0] * 2)], reward=1.0)
+        for task in (0, 1)
+        for number in (0, 1)
+    ] + [
+        each_call(excluded=True)(
+            trace(task, 2, [call(f"{task}-2", [1], [2, 3], [-1.0] * 2)], reward=0.0)
+        )
+        for task in (0, 1)
+    ]
+
+
+async def test_curricula_notices_and_branching_learn_from_voters(step, tmp_path):
+    config = load_config(
+        overrides=[
+            "tuner.tasks.selector.kind=success",
+            "buffer.batch_size=2",
+            "algorithm.repeat_times=3",
+        ]
+    )
+    store = TraceStore(tmp_path)
+    for one in step:
+        store.append(one)
+    curriculum = Curriculum(config, [{"q": 0}, {"q": 1}])
+    groups = TrainingGroups(
+        config,
+        BatchLog(tmp_path / "batches.jsonl"),
+        [{"q": 0}, {"q": 1}],
+        start=0,
+        total_steps=1,
+        rollouts=Rollouts(None, store, max_running=1),
+        on_rollout=lambda one: None,
+        curriculum=curriculum,
+    )
+    await groups.take(1)
+    assert curriculum.metrics()["tasks/passed"] == 1.0
+
+    where = PointSelector(config.tuner.branching, repeat=3)
+    where.learn(step)
+    voters = PointSelector(config.tuner.branching, repeat=3)
+    voters.learn(step[:4])
+    assert where.state() == voters.state()
+
+    found = equal_groups(step, SignalHistory())
+    assert found is not None
+    assert found.share == 1
+
+
+def test_history_is_compared_between_voters(step, random_model_path):
+    silent = replace(step[4], reward=100.0)
+    groups = (tuple(step[:2]), (*step[2:4], silent), (replace(step[0], reward=0.0), *step[1:2]))
+    numbered = tuple(
+        tuple(
+            replace(
+                one,
+                id=replace(one.id, task=task, rollout=number),
+                calls=tuple(replace(c, response={}) for c in one.calls),
+            )
+            for number, one in enumerate(group)
+        )
+        for task, group in enumerate(groups)
+    )
+    config = load_config(
+        overrides=[
+            "mode=train",
+            "buffer.batch_size=1",
+            f"model.model_path={random_model_path}",
+            "tuner.history.sources=[run]",
+        ]
+    )
+    found = comparable(config, History(numbered))
+    assert len(found.groups) == 1
+    assert found.left_out.rollouts == {"equal_rewards": 4, "excluded_call": 1}
+    assert found.left_out.tokens == {"equal_rewards": 8, "excluded_call": 2}
+    batch = off_policy_batch(config, found.groups, lambda call: (), step=1)
+    assert batch.rewards_R.tolist() == [0.0, 1.0]

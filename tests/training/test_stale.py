@@ -50,12 +50,13 @@ def test_masked_stale_and_trained_add_up(versions, oldest, a, b):
     traces = [
         trace(0, 0, [aged("c", versions, masked)], reward=1.0),
         trace(0, 1, [aged("d", [6])], reward=0.0),
+        trace(0, 2, [aged("e", [6])], reward=0.0),
     ]
     batch = build_batch(traces, oldest=oldest)
     trained = [v for row in batch.rows for v in row.versions]
     assert min(trained) >= oldest
     left = [v for place, v in enumerate(versions) if not start <= place < stop]
-    assert sorted(trained) == sorted([v for v in left if v >= oldest] + [6])
+    assert sorted(trained) == sorted([v for v in left if v >= oldest] + [6, 6])
 
 
 def test_a_group_that_was_ended_early_can_be_left_out():
@@ -63,3 +64,13 @@ def test_a_group_that_was_ended_early_can_be_left_out():
     assert not batch.rows
     assert batch.dropped_tokens == {"unfinished_group": 2}
     assert batch.dropped_rollouts == {"unfinished_group": 2}
+
+
+def test_a_call_whose_peers_are_all_too_old_has_no_peer():
+    traces = [
+        replace(one, calls=tuple(replace(c, reward=float(n)) for c in one.calls))
+        for n, one in enumerate(group([0], [1], [1]))
+    ]
+    batch = build_batch(traces[:2], oldest=1)
+    assert batch.dropped_tokens == {"group_of_one": 1, "reward_without_peer": 1}
+    assert len({row.peers for row in build_batch(traces, oldest=1).rows}) == 1

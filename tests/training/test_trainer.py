@@ -262,7 +262,12 @@ def test_every_sampled_token_is_trained_or_dropped_with_a_reason():
         "workflow_error": 6,
     }
     assert batch.sampled_tokens == 26
-    assert batch.dropped_rollouts == {"group_of_one": 1, "no_calls": 1, "workflow_error": 1}
+    assert batch.dropped_rollouts == {
+        "group_of_one": 1,
+        "invalid_call": 1,
+        "no_calls": 1,
+        "workflow_error": 1,
+    }
 
     penalized = build_batch(traces, penalty=-1.0)
     assert "workflow_error" not in penalized.dropped_tokens

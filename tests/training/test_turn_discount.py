@@ -112,11 +112,12 @@ def test_a_reward_of_its_own_needs_no_other_to_be_compared_with():
     assert "0a" in advantages(traces, advantage="rloo", turn_discount=0.5)
 
 
-def test_a_rollout_without_trained_calls_still_counts_in_the_baseline():
+def test_a_rollout_without_trained_calls_does_not_count_in_the_baseline():
     greedy = trace(0, 1, [call("1a", [S], [7], [0.0], temperature=0.0)], reward=0.5)
-    got = advantages([agent(0, 1.0), greedy], advantage="rloo", turn_discount=0.5)
-    assert got["0d"] == pytest.approx(1.0 - 0.5)
-    assert len(got) == 5
+    members = [agent(0, 1.0), greedy, short(2, 0.25)]
+    got = advantages(members, advantage="rloo", turn_discount=0.5)
+    assert got["0d"] == pytest.approx(1.0 - 0.25)
+    assert len(got) == 6
 
 
 def test_a_call_pays_for_its_own_distance_to_the_reference():

@@ -107,6 +107,13 @@ def test_rewards_of_single_calls_teach_where_those_of_the_rollouts_do_not_differ
     assert progress.signal(same)
 
 
+def test_a_rollout_without_a_trained_token_teaches_nothing(tmp_path):
+    progress, _ = progress_of(tmp_path)
+    excluded = replace(CALL, excluded=True, reward=1.0)
+    rewards = [(CALL, 1.0), (CALL, 1.0), (excluded, 0.0)]
+    assert not progress.signal([trace(0, n, [c], reward=r) for n, (c, r) in enumerate(rewards)])
+
+
 def test_failed_rollouts_teach_where_they_are_penalized(tmp_path):
     traces = [
         trace(0, 0, [CALL], reward=1.0),

@@ -16,7 +16,7 @@ from tuner.areal.token_workflow import Episode
 from tuner.areal.trajectories import Trajectory, concat_padded_tensors
 from tuner.areal.trajectory_batch import SAMPLING_KEYS, Account
 from tuner.engines.base import SamplingParams
-from tuner.traces import Call, Outcome, Trace, successors
+from tuner.traces import Call, Outcome, Trace, successors, without_vote
 from tuner.training.batch import Selection, build_batch, unreplayed
 
 AcceptFunction = Callable[[Mapping[str, Tensor]], bool]
@@ -177,8 +177,14 @@ def group_of(
         for index, call in enumerate(trace.calls):
             dropped[unreplayed(call) or "masked"] += len(call.completion_ids) - trained[index]
     traces = tuple(trace for attempts in rollouts for trace in attempts)
+    voters = {n for n, row in zip(numbers, rows, strict=True) if bool(row["loss_mask"].any())}
+    for number in sorted(members.keys() - voters):
+        silent, _ = members.pop(number)
+        outcomes[without_vote(silent, unreplayed) or "masked"] += 1
+    rows = [row for n, row in zip(numbers, rows, strict=True) if n in voters]
     tensors = concat_padded_tensors(rows) if rows else None
     if tensors is not None:
+        numbers = [n for n in numbers if n in voters]
         tensors["rollout_ids"] = torch.tensor(numbers)
         found = [(trace, fmean(rewards)) for trace, rewards in members.values()]
         reason = selection.reason(found) if len(found) > 1 else None

@@ -17,7 +17,7 @@ from tuner.errors import ConfigError, FunctionError
 from tuner.gateway.sessions import Access
 from tuner.rollouts.without_framework import SessionHandle
 from tuner.tasks.functions import Rejected, WorkflowOutput, is_async
-from tuner.training.batch import untrainable
+from tuner.traces import untrainable
 
 StopReason = Literal["stop", "length"]
 

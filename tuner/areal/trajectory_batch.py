@@ -124,9 +124,12 @@ def to_batch(
     values = {key: tensor.detach().cpu() for key, tensor in tensors.items()}
     rollouts, rewards = values["rollout_ids"].tolist(), values["rewards"].double().tolist()
     groups = values["group_ids"].tolist()
+    stretches = list(_stretches(values))
+    voters = {rollouts[place.row] for place in stretches}  # the others have nothing to train
     members: dict[int, dict[int, list[float]]] = {}
     for rollout, group, reward in zip(rollouts, groups, rewards, strict=True):
-        members.setdefault(group, {}).setdefault(rollout, []).append(reward)
+        if rollout in voters:
+            members.setdefault(group, {}).setdefault(rollout, []).append(reward)
     least = 2 if selection.needs_group else 1
     used = {group: found for group, found in members.items() if len(found) >= least}
     own = {g for g, found in used.items() if any(len(set(r)) > 1 for r in found.values())}
@@ -135,7 +138,6 @@ def to_batch(
     rows: list[Row] = []
     places: list[Place] = []
     dropped: Counter[str] = Counter()
-    stretches = list(_stretches(values))
     last = {place.row: place for place in stretches}
     for place in stretches:
         group, rollout = groups[place.row], rollouts[place.row]

@@ -276,10 +276,13 @@ class RequestEngine(DescribedEngine):
 
 
 def end_ids_of(generation_config: Any, tokenizer: Any) -> frozenset[int]:
-    """End-of-sequence ids named by the model's generation settings and the tokenizer."""
-    named = getattr(generation_config, "eos_token_id", None)
-    ids = [] if named is None else named if isinstance(named, list) else [named]
-    return frozenset([*ids, *(() if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])])
+    """End-of-sequence ids named by the model's generation settings and the tokenizer, either of
+    which may be None."""
+    ids: list[int] = []
+    for one in (generation_config, tokenizer):
+        named = getattr(one, "eos_token_id", None)
+        ids += [] if named is None else named if isinstance(named, list) else [named]
+    return frozenset(ids)
 
 
 def sample_next(

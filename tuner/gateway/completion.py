@@ -538,7 +538,9 @@ class Completion:
     def _choice(self, index: int, generation: Generation) -> Choice:
         request, renderer = self.request, self.service.renderer
         prompt_ids = self._sampled[index].prompt.ids
-        text, stop_string = renderer.completion_text(generation.completion_ids, request.stop)
+        text, stop_string = renderer.completion_text(
+            generation.completion_ids, request.stop, cut_off=generation.finish_reason == "length"
+        )
         parsed = ParsedMessage(text)
         if request.prompts is None:
             opened = renderer.opened_reasoning(prompt_ids)

@@ -31,7 +31,7 @@ from tuner.rollouts.allocation import Advice, Fork, Positions, RolloutSummary, s
 from tuner.rollouts.runner import BranchStart, RolloutRunner
 from tuner.tasks.loading import load_function
 from tuner.tasks.selection import derive_seed
-from tuner.traces import Call, Outcome, RolloutId, Trace
+from tuner.traces import Call, Outcome, RolloutId, Trace, without_vote
 from tuner.traces.reading import Count, JsonReader, Number, Text
 from tuner.traces.store import closed
 from tuner.training.forks import Point, resolved, trunk_of
@@ -195,7 +195,8 @@ class PointSelector:
         """Add all rollouts of a step."""
         groups: dict[tuple[int, int], list[Trace]] = defaultdict(list)
         for trace in traces:
-            if trace.final and trace.outcome is Outcome.COMPLETED and trace.reward is not None:
+            voted = trace.reward is not None and without_vote(trace) is None
+            if trace.final and trace.outcome is Outcome.COMPLETED and voted:
                 groups[trace.id.step, trace.id.task].append(trace)
         self.seen.fade(FADES)
         for members in groups.values():

@@ -20,7 +20,7 @@ from tuner.rollouts.branching import Branching
 from tuner.rollouts.limits import RolloutEnd
 from tuner.rollouts.runner import BranchStart, RolloutRunner, panels_of
 from tuner.tasks.selection import Curriculum, batch_indices
-from tuner.traces import Outcome, RolloutId, Trace, TraceStore
+from tuner.traces import Outcome, RolloutId, Trace, TraceStore, without_vote
 from tuner.traces.reading import Count, JsonReader
 from tuner.traces.store import closed, cut_torn_line
 
@@ -608,7 +608,14 @@ class TrainingGroups:
         traces = [trace for group in groups.values() for trace in group]
         if self._curriculum is not None:
             final = {n: [t for t in group if t.final] for n, group in groups.items()}
-            rewards = {n: [t.reward for t in f if t.reward is not None] for n, f in final.items()}
+            rewards = {
+                number: [
+                    trace.reward
+                    for trace in traces
+                    if trace.reward is not None and without_vote(trace) is None
+                ]
+                for number, traces in final.items()
+            }
             self._curriculum.learn(step, rewards)
         if self._branching is not None:
             self._branching.learn(step, traces)

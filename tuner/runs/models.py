@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from tuner.config.keys import check_path, located, require_gguf
 from tuner.config.schema import DEFAULT_ALPHA, DEFAULT_RANK, DEFAULT_TARGETS, LoraSection
+from tuner.engines.request import end_ids_of
 from tuner.errors import ConfigError, MissingDependencyError, ModelLoadError, pip_install
 from tuner.runs.directory import ADAPTER_CONFIG
 from tuner.runs.record import fingerprint_of_weights
@@ -273,6 +274,49 @@ def _train_every_row(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module.padding_idx in real:
             module.padding_idx = None
+
+
+def stop_at_turns(model: PreTrainedModel, tokenizer: Any, ends: Collection[int]) -> str | None:
+    """Name in the model's generation settings every token that ends a completion, so that what is
+    saved of it stops where its rollouts do.
+
+    Args:
+        ends: Tokens with which the chat template ends a turn.
+
+    Returns:
+        A sentence about those that the settings did not name, or None.
+    """
+    named = end_ids_of(model.generation_config, None)
+    if new := stopping(model.generation_config, tokenizer, ends):
+        model.generation_config = new
+        _train_every_row(model)
+    if not (missing := sorted(frozenset(ends) - named)):
+        return None
+    theirs, others = (
+        ", ".join(f"{tokenizer.decode([id_])!r} ({id_})" for id_ in sorted(ids)) or "none"
+        for ids in (missing, named)
+    )
+    return (
+        f"the chat template ends a turn with {theirs}, and the model's generation_config names "
+        f"{others} as the end: rollouts stop at each of them, and checkpoints and exports name all"
+    )
+
+
+def stopping(settings: Any, tokenizer: Any, ends: Collection[int]) -> Any:
+    """Generation settings that name every token that ends a completion; None if these do.
+
+    Args:
+        settings: A model's `GenerationConfig`.
+        ends: Tokens with which the chat template ends a turn.
+    """
+    named = end_ids_of(settings, None)
+    missing = sorted(end_ids_of(settings, tokenizer).union(ends) - named)
+    if not missing:
+        return None
+    changed = copy.deepcopy(settings)
+    every = [*sorted(named), *missing]
+    changed.eos_token_id = every if len(every) > 1 else every[0]
+    return changed
 
 
 def load_tokenizer(path: str, *, setting: str = "model.model_path") -> Any:

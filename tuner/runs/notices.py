@@ -14,7 +14,7 @@ from statistics import fmean
 
 from tuner.config import RunConfig
 from tuner.runs.console import CHARACTERS, said
-from tuner.traces import Call, Outcome, Trace
+from tuner.traces import Call, Outcome, Trace, without_vote
 
 Metrics = Mapping[str, float]
 """The metrics of a step."""
@@ -152,7 +152,7 @@ def _groups(traces: Sequence[Trace]) -> list[list[float]]:
     """Rewards of each group with at least two, unless calls have their own rewards."""
     groups: dict[tuple[int, int], list[Trace]] = defaultdict(list)
     for trace in traces:
-        if trace.final and trace.reward is not None:
+        if trace.final and trace.reward is not None and without_vote(trace) is None:
             groups[trace.id.step, trace.id.task].append(trace)
     return [
         [trace.reward for trace in group if trace.reward is not None]
@@ -311,7 +311,9 @@ def _why_quiet(
 ) -> str:
     final = [trace for trace in traces if trace.final]
     failed = [trace for trace in final if trace.outcome is not Outcome.COMPLETED]
-    rewards = {trace.reward for trace in final if trace.reward is not None}
+    rewards = {
+        trace.reward for trace in final if trace.reward is not None and without_vote(trace) is None
+    }
     if len(failed) > len(final) / 2:
         (outcome, error), count = Counter(
             (trace.outcome, trace.error) for trace in failed

@@ -32,14 +32,13 @@ from tuner.runs.record import RunRecord
 from tuner.runs.recorded import Examples, examples_of
 from tuner.runs.stack import chat_renderer, context_length, selection
 from tuner.tasks.selection import Curriculum, batch_indices, planned_steps, rows_taken
-from tuner.traces import Call, Outcome, Trace
+from tuner.traces import Call, Outcome, Trace, untrainable, without_vote
 from tuner.training.batch import (
     Batch,
     Selection,
     TeacherPrompt,
     build_batch,
     reward_of,
-    untrainable,
 )
 from tuner.training.likelihood import (
     EffectiveSamples,
@@ -121,9 +120,12 @@ def _taken(config: RunConfig, rows: int) -> frozenset[int]:
 def _that_teach(config: RunConfig, group: Group, left_out: LeftOut) -> Group:
     """The comparable rollouts of a group; none if they give nothing to learn from."""
     chosen, penalty, members = selection(config), penalty_of(config), list[tuple[Trace, float]]()
+    unused = unused_call(config)
     for trace in group:
         reward = reward_of(trace, penalty, needed=chosen.needs_reward)
-        if reward is not None:
+        if reward is not None and (silent := without_vote(trace, unused)) is not None:
+            left_out.add(trace, silent)
+        elif reward is not None:
             members.append((trace, reward))
         elif trace.outcome is Outcome.COMPLETED:
             left_out.add(trace, "no_reward")

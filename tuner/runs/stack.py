@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ from tuner.config.schema import AlgorithmSection
 from tuner.encoding import NotText, read_text_file
 from tuner.engines import TrainingEngine
 from tuner.engines.remote import ServedEngine
+from tuner.engines.request import end_ids_of
 from tuner.engines.transformers.engine import TransformersEngine
 from tuner.engines.transformers.model_shape import length_limit
 from tuner.errors import ConfigError
@@ -38,6 +39,7 @@ from tuner.runs.models import (
     load_tokenizer,
     require_peft,
     save_policy,
+    stop_at_turns,
 )
 from tuner.runs.placement import (
     Arrangement,
@@ -133,6 +135,7 @@ class Stack:
         arrangement: Placement of an engine with a copy; None for the one over transformers.
         runner: None if there is no workflow, so there are no rollouts.
         workers: Processes that run the workflow and the judge, if any.
+        turn_ends: A sentence about ends of turns that the model's settings do not name, if any.
         teacher: The auxiliary model that `on_policy_distill` learns from.
         teacher_prompt: Prompt that a teacher reads before a call.
     """
@@ -151,6 +154,7 @@ class Stack:
     served: ServedCopy | None = None
     arrangement: Arrangement | None = None
     workers: Pool | None = None
+    turn_ends: str | None = None
 
     @property
     def shares_weights(self) -> bool:
@@ -167,6 +171,8 @@ class Stack:
     def decisions(self) -> list[str]:
         """Decisions about the parts, one sentence each."""
         parts: list[Any] = [] if self.adapter is None else [self.adapter]
+        if self.turn_ends is not None:
+            parts.append(self.turn_ends)
         if self.choice.why:
             parts.append(self.choice)
         if self.arrangement is not None:
@@ -257,6 +263,8 @@ def build_stack(
             model, lora, model_path=path, seed=config.tuner.seed, checkpoint=weights
         )
     tokenizer = load_tokenizer(path)
+    renderer = chat_renderer(config, tokenizer, end_ids_of(model.generation_config, tokenizer))
+    turn_ends = stop_at_turns(model, tokenizer, renderer.end_ids)
     trained = for_trainer(config, 1, 1)
     auxiliary = AuxiliaryModels(kind)
     loaded = add_auxiliary_models(auxiliary, config, model.device, model.dtype, workers)
@@ -293,7 +301,6 @@ def build_stack(
         needs=needs,
         adapter=peft,
     )
-    renderer = chat_renderer(config, tokenizer)
     gateway = Gateway(
         engine,
         renderer,
@@ -337,6 +344,7 @@ def build_stack(
         served=served,
         arrangement=arrangement,
         workers=workers,
+        turn_ends=turn_ends,
     )
 
 
@@ -374,8 +382,12 @@ def _critic(config: RunConfig, stack: Stack) -> PreTrainedModel:
     return load_model(path, device=device, dtype=dtype, setting=setting)
 
 
-def chat_renderer(config: RunConfig, tokenizer: Any) -> ChatRenderer:
-    """The chat renderer of the trained model."""
+def chat_renderer(config: RunConfig, tokenizer: Any, end_ids: Collection[int] = ()) -> ChatRenderer:
+    """The chat renderer of the trained model.
+
+    Args:
+        end_ids: Tokens that end a completion by the model's configuration.
+    """
     rollout_model = config.explorer.rollout_model
     template = config.model.custom_chat_template
     if config.model.chat_template_path is not None:
@@ -392,6 +404,7 @@ def chat_renderer(config: RunConfig, tokenizer: Any) -> ChatRenderer:
         enable_thinking=config.model.enable_thinking,
         tool_call_parser=rollout_model.tool_call_parser,
         reasoning_parser=rollout_model.reasoning_parser,
+        end_ids=end_ids,
     )
 
 
@@ -419,6 +432,15 @@ def add_auxiliary_models(
         tokenizer = load_tokenizer(settings.model_path, setting=f"{where}.model_path")
         model.requires_grad_(False)
         loaded[settings.name] = model, tokenizer
+        renderer = ChatRenderer(
+            tokenizer,
+            chat_template=settings.chat_template,
+            enable_thinking=settings.enable_thinking,
+            tool_call_parser=settings.tool_call_parser,
+            reasoning_parser=settings.reasoning_parser,
+            end_ids=end_ids_of(model.generation_config, tokenizer),
+        )
+        stop_at_turns(model, tokenizer, renderer.end_ids)
         engine = TransformersEngine(
             model,
             tokenizer,
@@ -427,13 +449,6 @@ def add_auxiliary_models(
             ),
             max_slots=config.tuner.max_slots,
             deterministic=config.tuner.deterministic,
-        )
-        renderer = ChatRenderer(
-            tokenizer,
-            chat_template=settings.chat_template,
-            enable_thinking=settings.enable_thinking,
-            tool_call_parser=settings.tool_call_parser,
-            reasoning_parser=settings.reasoning_parser,
         )
         opening = opening_of(workers, index + 1)
         auxiliary.add_local(

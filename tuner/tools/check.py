@@ -34,7 +34,7 @@ from tuner.runs.sources import (
 from tuner.runs.stack import Stack, build_stack, build_trainer
 from tuner.tasks.functions import where
 from tuner.tasks.selection import planned_steps
-from tuner.traces import Outcome, Trace, TraceStore
+from tuner.traces import Outcome, Trace, TraceStore, without_vote
 from tuner.training.batch import Batch, Row, Selection, build_batch
 from tuner.training.likelihood import EffectiveSamples, RecordedBatch, effective_samples
 from tuner.training.memory import tokens_of_pass
@@ -137,6 +137,8 @@ def inputs(run: RunPlan, stack: Stack, workers: str | None = None) -> Iterator[s
     if stack.arrangement is not None:
         yield f"                 {stack.arrangement.placement}"
         yield f"                 {stack.arrangement.weights}"
+    if stack.turn_ends is not None:
+        yield f"  end of a turn  {stack.turn_ends}"
     if workers is not None:
         yield f"  {workers.replace('workers:', 'workers       ', 1)}"
 
@@ -201,7 +203,9 @@ def _rewards(traces: Sequence[Trace], settings: CallSettings) -> Iterator[str]:
             yield f"    {' '.join(trace.response.split())[:90]}"
     for finding in call_findings(traces, settings):
         yield f"  {finding.sentence}"
-    rewards = [trace.reward for trace in traces if trace.reward is not None]
+    rewards = [
+        trace.reward for trace in traces if trace.reward is not None and without_vote(trace) is None
+    ]
     if rewards:
         mean, variance = statistics.fmean(rewards), statistics.pvariance(rewards)
         meaning = "they differ" if variance else "they are equal; larger groups may differ"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,10 +72,10 @@ def export(
                 dirs_exist_ok=True,
             )
         _keep_template(candidate, inside)
-        pass
-
+        stops = _keep_ends(candidate, inside, adapter=adapter)
         title = folder.name if push is None else push.rpartition("/")[2]
-        model_card(candidate, title=title, adapter=adapter).save(inside / _CARD)
+        card = model_card(candidate, title=title, adapter=adapter, stops=stops)
+        card.save(inside / _CARD)
     return folder, None if push is None else _push(folder, push, public=public)
 
 
@@ -151,6 +152,34 @@ def _keep_template(candidate: Candidate, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def _keep_ends(candidate: Candidate, folder: Path, *, adapter: bool) -> bool:
+    """Name every token that ends a completion in the generation settings of an export.
+
+    Returns:
+        Whether an adapter has settings that differ from its model's.
+    """
+    from transformers import GenerationConfig
+
+    from tuner.gateway.families.renderer import turn_end_ids
+    from tuner.gateway.families.template import template_form
+    from tuner.runs.models import load_settings, load_tokenizer, model_folder, stopping
+
+    tokenizer = load_tokenizer(str(folder))
+    ends = frozenset[int]()
+    if tokenizer.chat_template is not None:
+        apply = partial(tokenizer.apply_chat_template, tokenize=False)
+        ends = turn_end_ids(tokenizer, apply, template_form(apply, "none"))
+    path = str(candidate.base) if adapter else str(folder)
+    try:
+        settings = GenerationConfig.from_pretrained(model_folder(path))
+    except OSError:  # there are none
+        settings = GenerationConfig.from_model_config(load_settings(path))
+    changed = stopping(settings, tokenizer, ends)
+    if changed is not None:
+        changed.save_pretrained(folder)
+    return adapter and changed is not None
+
+
 @contextmanager
 def _filled(folder: Path) -> Iterator[Path]:
     """Yield a folder next to `folder` that is renamed to it once complete."""
@@ -199,13 +228,16 @@ def _push(folder: Path, name: str, *, public: bool) -> str:
 _LIBRARIES = ("agentscope-tuner", "torch", "transformers", "peft")
 
 
-def model_card(candidate: Candidate, *, title: str, adapter: bool) -> ModelCard:
+def model_card(
+    candidate: Candidate, *, title: str, adapter: bool, stops: bool = False
+) -> ModelCard:
     """The model card; local paths are reduced to their last part.
 
     Args:
         candidate: The exported checkpoint.
         title: The card's heading.
         adapter: True if the folder holds an adapter without its model.
+        stops: True if the adapter has generation settings of its own.
     """
     config = {} if candidate.run is None else candidate.run.stored_config()
     base = candidate.base or lookup(config, "model.model_path")
@@ -223,7 +255,7 @@ def model_card(candidate: Candidate, *, title: str, adapter: bool) -> ModelCard:
         [f"# {title}", "", *_introduction(candidate, base)],
         list(_rewards(candidate)),
         list(_training(config)),
-        list(_use(adapter, base)),
+        list(_use(adapter, base, stops)),
         list(_versions()),
     ]
     text = "\n\n".join("\n".join(lines) for lines in sections if lines)
@@ -336,7 +368,7 @@ def _function(reference: Any) -> str | None:
     return None if reference is None else f"`{str(reference).rpartition('/')[2]}`"
 
 
-def _use(adapter: bool, base: Any) -> Iterator[str]:
+def _use(adapter: bool, base: Any, stops: bool) -> Iterator[str]:
     yield "## Use"
     yield ""
     model = _short(base)
@@ -350,7 +382,8 @@ def _use(adapter: bool, base: Any) -> Iterator[str]:
     yield ""
     yield "```"
     if adapter:
-        yield f"vllm serve {model} --enable-lora --lora-modules tuned=FOLDER"
+        settings = " --generation-config FOLDER" if stops else ""
+        yield f"vllm serve {model} --enable-lora --lora-modules tuned=FOLDER{settings}"
         yield f"python -m sglang.launch_server --model-path {model} --lora-paths tuned=FOLDER"
     else:
         yield "vllm serve FOLDER"
@@ -358,13 +391,16 @@ def _use(adapter: bool, base: Any) -> Iterator[str]:
     yield "```"
     yield ""
     yield "```python"
-    yield "from transformers import AutoModelForCausalLM, AutoTokenizer"
+    more = ", GenerationConfig" if stops else ""
+    yield f"from transformers import AutoModelForCausalLM, AutoTokenizer{more}"
     yield ""
     if adapter:
         yield "from peft import PeftModel"
         yield ""
         yield f'base = AutoModelForCausalLM.from_pretrained("{model}")'
         yield 'model = PeftModel.from_pretrained(base, "FOLDER")'
+        if stops:
+            yield 'model.generation_config = GenerationConfig.from_pretrained("FOLDER")'
     else:
         yield 'model = AutoModelForCausalLM.from_pretrained("FOLDER")'
     yield 'tokenizer = AutoTokenizer.from_pretrained("FOLDER")'

@@ -3,7 +3,15 @@
 from tuner.traces.branches import Branch, BranchCause, branches, successors
 from tuner.traces.call import Call, Dialect, ReasoningPolicy, Rerendered, Usage
 from tuner.traces.store import TraceStore, read_traces
-from tuner.traces.trace import FunctionResult, Origin, Outcome, RolloutId, Trace
+from tuner.traces.trace import (
+    FunctionResult,
+    Origin,
+    Outcome,
+    RolloutId,
+    Trace,
+    untrainable,
+    without_vote,
+)
 from tuner.traces.tree import TokenTree, TreeRow
 
 __all__ = [
@@ -25,4 +33,6 @@ __all__ = [
     "branches",
     "read_traces",
     "successors",
+    "untrainable",
+    "without_vote",
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -156,3 +157,35 @@ class Trace:
     def usage(self) -> Usage:
         """Number of prompt and completion tokens of all calls."""
         return sum((call.usage for call in self.calls), Usage())
+
+
+def untrainable(call: Call) -> str | None:
+    """Why a call of a rollout that is used is not trained, or None."""
+    if call.invalid is not None:
+        return "invalid_call"
+    if call.undelivered:
+        return "undelivered_call"
+    if call.excluded:
+        return "excluded_call"
+    if call.sampling.temperature == 0:
+        return "greedy_call"
+    return None
+
+
+def without_vote(trace: Trace, left_out: Callable[[Call], str | None] = untrainable) -> str | None:
+    """Why the reward of a rollout is compared with no other, or None: a token of it can be trained.
+
+    Args:
+        left_out: Why a call is not trained, or None.
+
+    Returns:
+        The reason why most of its tokens are not trained.
+    """
+    tokens: Counter[str] = Counter()
+    for call in trace.calls:
+        reason = left_out(call)
+        if reason is None and call.stretches:
+            return None
+        tokens[reason or "masked"] += call.sampled_tokens
+    (reason, count), *_ = tokens.most_common(1) or [("", 0)]
+    return reason if count else "nothing_sampled"

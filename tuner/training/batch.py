@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tuner.engines.base import SamplingParams
 from tuner.errors import TrainingError
-from tuner.traces import Call, Outcome, RolloutId, Trace
+from tuner.traces import Call, Outcome, RolloutId, Trace, untrainable, without_vote
 from tuner.training.forks import Point, trunk_of
 
 # Selection of the groups and rollouts that are trained, by their rewards, and reward shaping.
@@ -224,19 +224,6 @@ class Batch:
         return torch.tensor(of_rows, dtype=torch.long)
 
 
-def untrainable(call: Call) -> str | None:
-    """Why a call of a rollout that is used is not trained, or None."""
-    if call.invalid is not None:
-        return "invalid_call"
-    if call.undelivered:
-        return "undelivered_call"
-    if call.excluded:
-        return "excluded_call"
-    if call.sampling.temperature == 0:
-        return "greedy_call"
-    return None
-
-
 def unreplayed(call: Call) -> str | None:
     """As `untrainable`, where no grammar, penalty or bias is replayed to compare like with like."""
     held = "edited_call" if call.sampling.edits_logits else None
@@ -250,6 +237,80 @@ TeacherPrompt = Callable[[Call], tuple[int, ...] | str]
 def own_prompt(call: Call) -> tuple[int, ...]:
     """None: a teacher reads what the student reads."""
     return ()
+
+
+@dataclass(frozen=True)
+class CallUse:
+    """Use of a call's sampled tokens.
+
+    Attributes:
+        stretches: Stretches [from, to) of `completion_ids` that are trained.
+        lost: Number of the other sampled tokens, by reason.
+        teacher_prompt_ids: As in `Row`.
+    """
+
+    stretches: Sequence[tuple[int, int]]
+    lost: Mapping[str, int]
+    teacher_prompt_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        call: Call,
+        left_out: Callable[[Call], str | None] = untrainable,
+        teacher_prompt: TeacherPrompt = own_prompt,
+        oldest: int = 0,
+    ) -> CallUse:
+        """The arguments are those of `build_batch`."""
+        reason = left_out(call)
+        taught = teacher_prompt(call) if reason is None else reason
+        if isinstance(taught, str):
+            return cls((), {taught: call.sampled_tokens})
+        stretches, stale = fresh(call, oldest)
+        masked = call.sampled_tokens - sum(b - a for a, b in call.stretches)
+        return cls(stretches, {"masked": masked, "stale": stale}, taught)
+
+    @property
+    def reason(self) -> str | None:
+        """Why its rollout has no vote by it, or None: a token is trained, or is too old."""
+        votes = self.stretches or self.lost.get("stale")
+        return None if votes else max(self.lost, key=self.lost.__getitem__)
+
+
+def _voters(
+    members: Sequence[tuple[Trace, float]],
+    uses: dict[tuple[RolloutId, str], CallUse],
+    selection: Selection,
+) -> tuple[list[tuple[Trace, float]], list[tuple[Trace, str]], dict[str | None, int]]:
+    """The rollouts of a group whose rewards are compared; the others, with the reason; and the
+    roles whose calls' own rewards are compared, numbered.
+
+    Args:
+        uses: Uses of calls; those with a reward of their own that has no peer lose theirs.
+    """
+
+    def silence(trace: Trace) -> str | None:
+        return without_vote(trace, lambda call: uses[trace.id, call.id].reason)
+
+    voters = [one for one in members if silence(one[0]) is None]
+    if not selection.lone_rewards:
+        voters = alike(voters)
+    roles: dict[str | None, int] = {}
+    if selection.needs_reward and not selection.best_only:  # which refuses rewards of calls
+        rewarded = [
+            ((trace.id, call.id), call)
+            for trace, _ in voters
+            for call in trace.calls
+            if call.reward is not None and uses[trace.id, call.id].stretches
+        ]
+        least = 1 if selection.lone_rewards else 2
+        roles = peer_sets(((call.role, key[0]) for key, call in rewarded), least=least)
+        for key, call in rewarded:
+            if call.role not in roles:
+                uses[key] = CallUse((), {"reward_without_peer": call.sampled_tokens})
+    reasons = ((trace, silence(trace)) for trace, _ in members)
+    silent = [(trace, reason) for trace, reason in reasons if reason is not None]
+    return [one for one in voters if silence(one[0]) is None], silent, roles
 
 
 def build_batch(
@@ -266,7 +327,8 @@ def build_batch(
 
     A group is used while at least two of its rollouts are, or one where that is enough. A rollout
     is used when it completed with a reward, or without where none is needed, or failed after at
-    least one call and `penalty` is given.
+    least one call and `penalty` is given; and when a token of it is trained or is only too old. The
+    rewards of all others are compared with none.
 
     Args:
         traces: Every attempt of one step, in any order.
@@ -303,52 +365,50 @@ def build_batch(
         else:
             groups[trace.id.step, trace.id.task].append((trace, reward))
 
+    uses = {
+        (trace.id, call.id): CallUse.of(call, left_out, teacher_prompt, oldest)
+        for members in groups.values()
+        for trace, _ in members
+        for call in trace.calls
+    }
+
     used: list[tuple[Trace, float, int]] = []
+    peers: dict[tuple[int, str | None], int] = {}
     kept_groups = 0
     for key, members in groups.items():
-        unused = "unfinished_group" if key in unfinished else selection.reason(members)
-        if unused is None and len({trunk_of(trace.id, origins) for trace, _ in members}) == 1:
+        voters, silent, roles = _voters(members, uses, selection)
+        for trace, reason in silent:
+            rollouts[reason] += 1
+            for call in trace.calls:
+                tokens.update(uses[trace.id, call.id].lost)
+        if not voters:
+            continue
+        unused = "unfinished_group" if key in unfinished else selection.reason(voters)
+        if unused is None and len({trunk_of(trace.id, origins) for trace, _ in voters}) == 1:
             unused = "one_tree" if selection.needs_group else None
         if unused is not None:
-            tokens[unused] += sum(trace.sampled_tokens for trace, _ in members)
-            rollouts[unused] += len(members)
+            tokens[unused] += sum(trace.sampled_tokens for trace, _ in voters)
+            rollouts[unused] += len(voters)
             continue
-        found = members if selection.lone_rewards else alike(members)
-        for (trace, reward), kept in zip(found, selection.kept(members), strict=True):
+        for (trace, reward), kept in zip(voters, selection.kept(voters), strict=True):
             if kept:
                 used.append((trace, selection.shaped(trace, reward), kept_groups))
             else:
                 tokens["not_best_of_group"] += trace.sampled_tokens
                 rollouts["not_best_of_group"] += 1
+        peers |= {(kept_groups, role): len(peers) + place for role, place in roles.items()}
         kept_groups += 1
 
     rows: list[Row] = []
-    peers = peer_sets(
-        (
-            ((group, call.role), index)
-            for index, (trace, _, group) in enumerate(used)
-            for call in trace.calls
-            if call.reward is not None and left_out(call) is None
-        ),
-        least=1 if selection.lone_rewards else 2,
-    )
     for index, (trace, _, group) in enumerate(used):
-        before = len(rows), tokens["stale"]
+        before = len(rows)
         told = selection.needs_reward and any(c.gained is not None for c in trace.calls)
         for place, call in enumerate(trace.calls):
+            use = uses[trace.id, call.id]
+            tokens.update(use.lost)
             reward = call.reward if selection.needs_reward else None
-            own = peers.get((group, call.role)) if reward is not None else None
-            reason = left_out(call)
-            if reason is None and reward is not None and own is None:
-                reason = "reward_without_peer"
-            taught = teacher_prompt(call) if reason is None else reason
-            if isinstance(taught, str):
-                tokens[taught] += call.sampled_tokens
-                continue
-            tokens["masked"] += call.sampled_tokens - sum(b - a for a, b in call.stretches)
             gained = 0.0 if call.gained is None else selection.of_call(call.gained)
-            stretches, stale = fresh(call, oldest)
-            tokens["stale"] += stale
+            taught = use.teacher_prompt_ids
             rows += [
                 Row(
                     call_id=call.id,
@@ -358,7 +418,7 @@ def build_batch(
                     logprobs=call.logprobs[start:stop],
                     sampling=call.sampling,
                     reward=None if reward is None else selection.of_call(reward),
-                    peers=own,
+                    peers=None if reward is None else peers[group, call.role],
                     versions=call.versions[start:stop],
                     gained=gained if told else None,
                     kept=call.kept[start:stop],
@@ -367,10 +427,9 @@ def build_batch(
                     place=place,
                     foreign=trace.is_foreign(call.versions[start:stop]),
                 )
-                for start, stop in stretches
+                for start, stop in use.stretches
             ]
-        if tokens["stale"] > before[1] and len(rows) == before[0]:
-            rollouts["stale"] += 1
+        rollouts["stale"] += len(rows) == before
     batch = Batch(
         rows=tuple(rows),
         rewards_R=torch.tensor([reward for _, reward, _ in used], dtype=torch.float64),
@@ -380,7 +439,7 @@ def build_batch(
         replayed_tokens=sum(trace.replayed_tokens for trace in attempts),
         origins=origins,
         dropped_tokens={reason: count for reason, count in sorted(tokens.items()) if count},
-        dropped_rollouts=dict(sorted(rollouts.items())),
+        dropped_rollouts={reason: count for reason, count in sorted(rollouts.items()) if count},
     )
     if batch.sampled_tokens != batch.trained_tokens + sum(batch.dropped_tokens.values()):
         raise AssertionError(

@@ -344,7 +344,7 @@ def _of_turns(
     returns_N = call_returns(batch, discount, penalties)
     first_C, call_N = _calls(batch, torch.ones(len(batch.rows), dtype=torch.bool))
     rollout_N = torch.tensor([row.rollout for row in batch.rows], dtype=torch.long)
-    # A rollout without a trained call still counts in the baseline of the others.
+    # A rollout whose tokens are all too old still counts in the baseline of the others.
     is_silent_R = torch.ones(len(batch.rewards_R), dtype=torch.bool)
     is_silent_R[rollout_N] = False
     silent = is_silent_R.nonzero()[:, 0]

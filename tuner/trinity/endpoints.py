@@ -21,7 +21,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +73,7 @@ class TrinityVllmEngine(TrinitysEngine):
         max_model_len: Maximum number of tokens of prompt and completion together.
         model_version: Returns the version of the server's weights, from Trinity-RFT.
         adapter: Returns the folder of a version's LoRA adapter, if one is trained.
+        end_ids: Tokens that end a completion, in addition to those that the server knows.
     """
 
     def __init__(
@@ -84,9 +85,11 @@ class TrinityVllmEngine(TrinitysEngine):
         max_model_len: int,
         model_version: Callable[[], Awaitable[int]],
         adapter: Callable[[int], str] | None = None,
+        end_ids: Collection[int] = (),
     ) -> None:
         self._model_name = model_name
         self._adapter = adapter
+        self._end_ids = sorted(end_ids)
         self._loading = asyncio.Lock()
         self._loaded = -1
         self._model_version = model_version
@@ -162,6 +165,8 @@ class TrinityVllmEngine(TrinitysEngine):
         }
         if sampling.stop:
             body["stop"] = list(sampling.stop)
+        if self._end_ids:
+            body["stop_token_ids"] = self._end_ids
         if sampling.grammar:
             body["structured_outputs"] = {"grammar": with_head(sampling.grammar)}
         return body

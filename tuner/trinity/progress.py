@@ -16,7 +16,7 @@ from tuner.errors import FunctionError, TrainingError
 from tuner.runs.directory import RunDirectory, write_atomically
 from tuner.runs.metrics import evaluation_metrics, rollout_metrics, time_split
 from tuner.runs.result import TokenCounts
-from tuner.traces import Trace, TraceStore
+from tuner.traces import Trace, TraceStore, without_vote
 from tuner.training.batch import Selection, build_batch, reward_of, unreplayed
 
 
@@ -181,10 +181,12 @@ class TrinityProgress:
         """Whether a step's rollouts give something to learn from."""
         rewards: dict[int, list[float]] = defaultdict(list)
         for trace in traces:
-            if trace.final and any(call.reward is not None for call in trace.calls):
+            if not trace.final or without_vote(trace, unreplayed) is not None:
+                continue
+            if any(c.reward is not None and unreplayed(c) is None for c in trace.calls):
                 return True  # calls are compared with each other
             reward = reward_of(trace, self._penalty)
-            if trace.final and reward is not None:
+            if reward is not None:
                 rewards[trace.id.task].append(reward)
         if self.compared and any(len(group) > 1 for group in rewards.values()):
             return any(len(set(group)) > 1 for group in rewards.values())

@@ -9,7 +9,7 @@ next one begins. What comes back are experiences made of the recorded token ids.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from tuner.rollouts.runner import Panel, panels_of
 from tuner.runs.auxiliary import AuxiliaryModels
 from tuner.runs.models import load_tokenizer
 from tuner.tasks.loading import load
-from tuner.traces import Outcome, RolloutId, Trace
+from tuner.traces import Outcome, RolloutId, Trace, without_vote
 from tuner.training.batch import alike, reward_of, unreplayed
 from tuner.trinity.datafiles import task_of
 from tuner.trinity.endpoints import TinkerEngine, TrinityVllmEngine
@@ -146,7 +146,11 @@ class TunerWorkflow(Workflow):  # type: ignore[misc]  # untyped
             policy = self._settings["on_failure"]
             penalty = policy["penalize"] if isinstance(policy, Mapping) else None
             found = ((trace, reward_of(trace, penalty)) for trace in traces)
-            used = [(trace, reward) for trace, reward in found if reward is not None]
+            used = [
+                (trace, reward)
+                for trace, reward in found
+                if reward is not None and without_vote(trace, unreplayed) is None
+            ]
             whole = self.repeat_times == self.task.repeat_times and self.repeat_times > 1
             if whole and len(used) < 2:
                 used = []  # nothing to compare with
@@ -312,7 +316,7 @@ def _adapter_folder(config: Any, version: int) -> str:
     return str(step / "actor" / "lora_adapter")
 
 
-def _engine(model: ModelWrapper) -> TrinityVllmEngine | TinkerEngine:
+def _engine(model: ModelWrapper, end_ids: Collection[int] = ()) -> TrinityVllmEngine | TinkerEngine:
     config = model.config
 
     async def weights() -> str:
@@ -330,18 +334,23 @@ def _engine(model: ModelWrapper) -> TrinityVllmEngine | TinkerEngine:
         max_model_len=config.max_model_len,
         model_version=version,
         adapter=partial(_adapter_folder, config) if config.enable_lora else None,
+        end_ids=end_ids,
     )
 
 
 def _gateway(model: ModelWrapper, settings: Mapping[str, Any]) -> Gateway:
     config = model.config
+    tokenizer = load_tokenizer(config.model_path)
     renderer = ChatRenderer(
-        load_tokenizer(config.model_path),
+        tokenizer,
         chat_template=config.chat_template,
         enable_thinking=config.enable_thinking,
         tool_call_parser=settings["tool_call_parser"],
         reasoning_parser=settings["reasoning_parser"],
     )
     return Gateway(
-        _engine(model), renderer, model_name=config.model_path, reasoning=settings["reasoning"]
+        _engine(model, renderer.end_ids - {tokenizer.eos_token_id}),
+        renderer,
+        model_name=config.model_path,
+        reasoning=settings["reasoning"],
     )

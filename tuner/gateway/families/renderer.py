@@ -7,10 +7,10 @@ import inspect
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from tuner.encoding import displayable
 from tuner.errors import ConfigError
@@ -26,9 +26,12 @@ from tuner.gateway.families.parsing import (
 from tuner.gateway.families.template import (
     ANY_CALL,
     ANY_TOOL,
+    ANY_TURN,
+    ApplyTemplate,
     Message,
     TemplateForm,
     for_template,
+    last_turns,
     lost_calls,
     remembered,
     risks,
@@ -59,19 +62,23 @@ class SpecialTokens:
     Args:
         tokenizer: A transformers tokenizer.
         encode: Text to ids, without tokens that are not in the text.
+        others: Tokens that count as special though the tokenizer does not mark them.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, encode: Callable[[str], Sequence[int]]
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        encode: Callable[[str], Sequence[int]],
+        others: Collection[int] = (),
     ) -> None:
         self._encode = encode
-        self._texts = {
-            id_: token.content
-            for id_, token in tokenizer.added_tokens_decoder.items()
-            if token.special
-        }
+        added = tokenizer.added_tokens_decoder
+        texts = {id_: token.content for id_, token in added.items() if token.special}
+        texts |= {id_: decode(tokenizer, [id_]) for id_ in others if id_ not in texts}
+        self._texts = {id_: text for id_, text in texts.items() if text}
         self.ids = frozenset(self._texts)
-        self._by_text = {text: id_ for id_, text in self._texts.items()}
+        # Texts of other tokens occur in words, too.
+        self._by_text = {text: id_ for id_, text in self._texts.items() if id_ in added}
         # The longest first: one token's text may begin another's.
         alternatives = sorted(map(re.escape, self._by_text), key=len, reverse=True)
         self._pattern = re.compile("|".join(alternatives) or r"(?!)")
@@ -127,6 +134,21 @@ class SpecialTokens:
             return None
         ids = tuple(self._encode(text))
         return ids if ids[:1] == (token_id,) else None
+
+
+def turn_end_ids(
+    tokenizer: PreTrainedTokenizerBase, apply: ApplyTemplate, form: TemplateForm
+) -> frozenset[int]:
+    """The tokens with which a chat template ends the last turn, one of text and one of calls."""
+    added = tokenizer.added_tokens_decoder
+    special = SpecialTokens(tokenizer, tokenizer.encode, added.keys())
+    texts = last_turns(apply, form)
+    ends = {kind: special.last(text) for kind, text in texts.items()}
+    # Text may end with a token that is not marked special, as base models have them; calls may end
+    # with such a token of their own, as "</tool_call>".
+    if (end := ends.get("calls")) is not None and not added[end].special:
+        del ends["calls"]
+    return frozenset(end for end in ends.values() if end is not None)
 
 
 # Estimating the length of a request's texts before they are tokenized.
@@ -258,10 +280,6 @@ _log = logging.getLogger(__name__)
 _CACHED_PROMPTS = 512
 # Enough of a prompt's end to see whether the template has opened the reasoning.
 _TAIL = 32
-_ANY_TURN: Final = [
-    {"role": "user", "content": "What is 6*7?"},
-    {"role": "assistant", "content": "It is 42."},
-]
 
 
 class ChatRenderer:
@@ -275,9 +293,12 @@ class ChatRenderer:
         tool_call_parser: A name of `TOOL_CALL_PARSERS`; "none" or None leaves calls in the text.
         reasoning_parser: A name of `REASONING_PARSERS`; "none" or None leaves reasoning in the
             text.
+        end_ids: Tokens that end a completion by the model's configuration.
 
     Attributes:
         tokenizer, special_tokens: Encoding, and its borders.
+        end_ids: Tokens that end a completion by the template: the last one of a turn of text, and
+            of one of tool calls.
         length_bound: Lower bound of a text's number of tokens.
         reasoning: Splits a text into its reasoning and the rest.
         no_tools: Why requests with tools are rejected, because the template cannot render their
@@ -296,6 +317,7 @@ class ChatRenderer:
         enable_thinking: bool | None = None,
         tool_call_parser: str | None = "hermes",
         reasoning_parser: str | None = "deepseek_r1",
+        end_ids: Collection[int] = (),
     ) -> None:
         self.tokenizer = tokenizer
         self._tool_call_parser = "none" if tool_call_parser is None else tool_call_parser
@@ -331,7 +353,7 @@ class ChatRenderer:
             else:
                 self._unseen_tools = problem
         self._lost_calls = set() if obstacle else lost_calls(self._apply, self._form)
-        self.special_tokens = SpecialTokens(tokenizer, self._encode_text)
+        self.special_tokens = SpecialTokens(tokenizer, self._encode_text, end_ids)
         self.length_bound = LengthBound(tokenizer)
         self._added_tokens = {
             token.content: id_ for id_, token in tokenizer.added_tokens_decoder.items()
@@ -340,6 +362,10 @@ class ChatRenderer:
         # Text with today's date is rendered each time.
         dated = self.reads("strftime_now")
         self._text = self._apply if dated else remembered(self._apply, _CACHED_PROMPTS)
+        self.end_ids = turn_end_ids(tokenizer, self._apply, self._form)
+        if not self.end_ids <= self.special_tokens.ids:
+            ends = self.end_ids.union(end_ids)
+            self.special_tokens = SpecialTokens(tokenizer, self._encode_text, ends)
 
     def render_text(
         self,
@@ -451,7 +477,8 @@ class ChatRenderer:
         """The message of a completion.
 
         Args:
-            completion_ids: Sampled ids, shape [T]; a final special token is removed.
+            completion_ids: Sampled ids, shape [T], that were not cut off; a final special token is
+                removed.
             tools: Tools offered to the model; without any, no tool calls are parsed.
             prompt_ids: The prompt, whose end tells whether reasoning was already opened.
             stop: Strings that ended the completion; the text is cut before the first one.
@@ -460,15 +487,20 @@ class ChatRenderer:
         return self.parse_text(text, tools=tools, opened=self.opened_reasoning(prompt_ids))
 
     def completion_text(
-        self, completion_ids: Sequence[int], stop: Sequence[str] = ()
+        self, completion_ids: Sequence[int], stop: Sequence[str] = (), *, cut_off: bool = False
     ) -> tuple[str, str | None]:
         """A completion's text without its final special token, cut before the first stop string.
+
+        Args:
+            completion_ids: Sampled ids, shape [T].
+            stop: Strings that end a completion.
+            cut_off: Whether it reached its maximum length, so that no token ended it.
 
         Returns:
             The text, and the stop string it was cut at.
         """
         ids = list(completion_ids)
-        if ids and ids[-1] in self.special_tokens.ids:
+        if ids and ids[-1] in self.special_tokens.ids and not cut_off:
             del ids[-1]
         text = self.decode(ids)
         cuts = [(position, string) for string in stop if (position := text.find(string)) >= 0]
@@ -498,14 +530,14 @@ class ChatRenderer:
 
     @cached_property
     def turn_ends(self) -> tuple[int, ...]:
-        """The special tokens that end an assistant turn in the template, as far as known.
+        """The special tokens that end an assistant turn in a conversation, as far as known.
 
         That of a turn of text, and that of one of tool calls if it differs.
         """
         ends: list[int | None] = []
         with suppress(RequestError):
-            text = self.render_text(_ANY_TURN, ())
-            _, found, rest = text.rpartition(_ANY_TURN[-1]["content"])
+            text = self.render_text(ANY_TURN, ())
+            _, found, rest = text.rpartition(ANY_TURN[-1]["content"])
             ends.append(self.special_tokens.at(rest, 0) if found else None)
         with suppress(RequestError):
             text = self.render_text(ANY_CALL[:2], [ANY_TOOL], add_generation_prompt=False)

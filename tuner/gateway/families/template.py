@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from tuner.errors import ConfigError
 from tuner.gateway.families.parsing import TOOL_CALL_PARSERS, Tools, json_value
@@ -130,6 +130,12 @@ ANY_CALL: Final[list[Message]] = [
 ]
 
 
+ANY_TURN: Final[list[Message]] = [
+    {"role": "user", "content": "What is 6*7?"},
+    {"role": "assistant", "content": "It is 42."},
+]
+
+
 class ApplyTemplate(Protocol):
     """Renders messages with the template; raises whatever the template raises."""
 
@@ -187,6 +193,19 @@ def template_form(apply: ApplyTemplate, tool_call_parser: str) -> TemplateForm:
         f"the model's chat template writes tool calls that tool_call_parser {tool_call_parser!r} "
         f"cannot read, nor any other ({known}); set it to null to leave them in the text"
     )
+
+
+def last_turns(apply: ApplyTemplate, form: TemplateForm) -> dict[Literal["text", "calls"], str]:
+    """Conversations that end with a turn of text and with one of tool calls; without those that
+    the template rejects."""
+    found: dict[Literal["text", "calls"], str] = {}
+    with suppress(Exception):  # as in `_turn`
+        shaped = for_template(ANY_TURN, form, developer_role=False)
+        found["text"] = apply(shaped, [], add_generation_prompt=False)
+    with suppress(Exception):
+        shaped = for_template(ANY_CALL[:2], form, developer_role=False)
+        found["calls"] = apply(shaped, [ANY_TOOL], add_generation_prompt=False)
+    return found
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from tuner.runs.metrics import batch_metrics, has_signal, rollout_metrics, stale
 from tuner.runs.sources import StepData
 from tuner.runs.stack import selection
 from tuner.serving.serving_store import ServingStore, StoredSession
-from tuner.traces import Call, RolloutId, Trace
-from tuner.training.batch import Batch, TeacherPrompt, build_batch, own_prompt, untrainable
+from tuner.traces import Call, RolloutId, Trace, untrainable
+from tuner.training.batch import Batch, TeacherPrompt, build_batch, own_prompt
 
 _MOST = 1000
 """Number of judged sessions considered together, the oldest; at least four updates of them."""
