@@ -108,20 +108,22 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        found = any(isinstance(one, bool) for one in _inside(value))
-        if found and info.field_name is not None:
-            if numeric(cls.model_fields[info.field_name].annotation):
-                raise ValueError("Input should be a number, not true or false")
+        if cls._is_numeric(info) and any(isinstance(one, bool) for one in _inside(value)):
+            raise ValueError("Input should be a number, not true or false")
         return value
 
     @field_validator("*", mode="after")
     @classmethod
     def _within_reach(cls, value: Any, info: ValidationInfo) -> Any:
-        if info.field_name is not None and numeric(cls.model_fields[info.field_name].annotation):
+        if cls._is_numeric(info):
             for one in _inside(value):
                 if isinstance(one, int | float) and abs(one) > MOST:
                     raise ValueError(f"Input should be between -{MOST:.0e} and {MOST:.0e}")
         return value
+
+    @classmethod
+    def _is_numeric(cls, info: ValidationInfo) -> bool:
+        return numeric(cls.model_fields[info.field_name or ""].annotation)
 
     @classmethod
     def takes_more(cls, given: Mapping[str, Any]) -> bool:
@@ -600,6 +602,16 @@ class TrainerInput(Section):
     experience_buffer: ExperienceBufferSection = ExperienceBufferSection()
 
 
+def _not_too_cold(value: float) -> float:
+    if 0 < value < 1e-6:
+        raise ValueError("Input should be 0, or 1e-06 or more")
+    return value
+
+
+# The bound is that of the engines (`check_sampling`).
+Temperature = Annotated[float, Field(ge=0), AfterValidator(_not_too_cold)]
+
+
 def _some_tokens(value: int) -> int:
     if value == 0:
         raise ValueError("Input should be -1 (all tokens) or at least 1")
@@ -612,8 +624,8 @@ TopKNumber = Annotated[Count, Field(ge=-1), AfterValidator(_some_tokens)]
 class RolloutArgs(Section):
     """`rollout_args.*` of the training tasks: sampling; defaults are those of `model.*`."""
 
-    temperature: float | None = Field(
-        default=None, ge=0, description="Sampling temperature; not set: `model.temperature`."
+    temperature: Temperature | None = Field(
+        default=None, description="Sampling temperature; not set: `model.temperature`."
     )
     top_p: float | None = Field(default=None, gt=0, le=1, description="Not set: `model.top_p`.")
     top_k: TopKNumber | None = Field(default=None, description="Not set: `model.top_k`.")
@@ -627,9 +639,8 @@ class RolloutArgs(Section):
 class EvalRolloutArgs(RolloutArgs):
     """`rollout_args.*` of an evaluation set; greedy by default."""
 
-    temperature: float | None = Field(
+    temperature: Temperature | None = Field(
         default=0.0,
-        ge=0,
         description="Sampling temperature; 0 is greedy. Trinity-RFT evaluates at the training "
         "temperature instead, as null does here.",
     )
@@ -788,7 +799,7 @@ class AuxiliaryModelSection(Section):
     max_model_len: Count | None = Field(
         default=None, ge=2, description="Same as `model.max_model_len`."
     )
-    temperature: float = Field(default=1.0, ge=0, description="Sampling temperature; 0 is greedy.")
+    temperature: Temperature = Field(default=1.0, description="Sampling temperature; 0 is greedy.")
     top_p: float = Field(
         default=1.0,
         gt=0,
@@ -1019,7 +1030,7 @@ class ModelSection(Section):
         "maximum, or less if its RoPE frequencies depend on length (`longrope`, `dynamic`).",
     )
     max_response_tokens: ResponseTokens = None
-    temperature: float = Field(
+    temperature: Temperature = Field(
         default=1.0, gt=0, description="Sampling temperature during training."
     )
     top_p: float = Field(

@@ -18,7 +18,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from tuner.errors import ConfigError
 
-
 MOST_BYTES = 2**20
 # Of values whose tag does not fit their text (`!!int abc`, 5,000 digits), PyYAML's constructors
 # raise what they stumble over.
@@ -109,7 +108,8 @@ def read_yaml(path: Path) -> YamlFile:
 MOST_INTERPOLATIONS = 10_000
 # A key that is itself computed, `${a.${b}}`, may refer to any value.
 STEPS_OF_A_COMPUTED_KEY = MOST_INTERPOLATIONS // 5
-# `${key}` and `${oc.select:key}`. `next` is another resolver's colon, or the rest of a computed key.
+# `${key}` and `${oc.select:key}`; `next` is another resolver's colon, or the rest of a computed
+# key.
 _REFERENCE = re.compile(
     r"\$\{\s*(?:oc\.(?:select|deprecated|dict\.(?:keys|values))\s*:\s*)?"
     r"['\"]?(?P<dots>\.*)(?P<key>[^\s${},:'\"]*)['\"]?\s*(?P<next>:|\$?)"
@@ -152,7 +152,7 @@ def check_interpolations(tree: Any) -> None:
     if total > MOST_INTERPOLATIONS:
         worst = max(texts, key=texts.__getitem__, default="")
         raise ConfigError(
-            f"{worst or 'the configuration'}: resolving the interpolations (${{...}}) of the configuration takes more "
+            f"{worst or 'the configuration'}: resolving the interpolations (${{...}}) takes more "
             f"than {MOST_INTERPOLATIONS} steps, most of them here: write the values out"
         )
 

@@ -665,9 +665,7 @@ class PolicyTrainer:
         """One optimizer step; with `of_terms` it is the KL or the entropy term that spoils it."""
         setting = "algorithm.optimizer.lr"
         if of_terms:
-            setting = (
-                "algorithm.kl_loss_fn_args.kl_coef, entropy_loss_fn_args.entropy_coef"
-            )
+            setting = "algorithm.kl_loss_fn_args.kl_coef, entropy_loss_fn_args.entropy_coef"
         self.optimizer.step_if_finite(
             f"step {self.step + 1}: loss", loss, grad_norm, setting=setting
         )

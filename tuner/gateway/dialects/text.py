@@ -201,9 +201,8 @@ async def complete_tokens(
         role: The agent that calls, if there are several.
 
     Raises:
-        RequestError: The session was sealed or has reached its limits, or the prompt has an unknown
-            id or leaves no room for an answer.
-        ConfigError: A sampling setting is out of its range.
+        RequestError: The session was sealed or has reached its limits, the prompt has an unknown id
+            or leaves no room for an answer, or a sampling setting is out of its range.
         EngineError: The engine failed.
     """
     service, ids = session.service, tuple(prompt_ids)
