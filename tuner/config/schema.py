@@ -608,8 +608,8 @@ def _not_too_cold(value: float) -> float:
     return value
 
 
-# The bound is that of the engines (`check_sampling`).
-Temperature = Annotated[float, Field(ge=0), AfterValidator(_not_too_cold)]
+# The engines' bound (`COLDEST`).
+Temperature = Annotated[float, AfterValidator(_not_too_cold)]
 
 
 def _some_tokens(value: int) -> int:
@@ -625,7 +625,7 @@ class RolloutArgs(Section):
     """`rollout_args.*` of the training tasks: sampling; defaults are those of `model.*`."""
 
     temperature: Temperature | None = Field(
-        default=None, description="Sampling temperature; not set: `model.temperature`."
+        default=None, ge=0, description="Sampling temperature; not set: `model.temperature`."
     )
     top_p: float | None = Field(default=None, gt=0, le=1, description="Not set: `model.top_p`.")
     top_k: TopKNumber | None = Field(default=None, description="Not set: `model.top_k`.")
@@ -641,6 +641,7 @@ class EvalRolloutArgs(RolloutArgs):
 
     temperature: Temperature | None = Field(
         default=0.0,
+        ge=0,
         description="Sampling temperature; 0 is greedy. Trinity-RFT evaluates at the training "
         "temperature instead, as null does here.",
     )
@@ -799,7 +800,9 @@ class AuxiliaryModelSection(Section):
     max_model_len: Count | None = Field(
         default=None, ge=2, description="Same as `model.max_model_len`."
     )
-    temperature: Temperature = Field(default=1.0, description="Sampling temperature; 0 is greedy.")
+    temperature: Temperature = Field(
+        default=1.0, ge=0, description="Sampling temperature; 0 is greedy."
+    )
     top_p: float = Field(
         default=1.0,
         gt=0,

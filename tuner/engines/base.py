@@ -21,6 +21,10 @@ class EngineError(TunerError, RuntimeError):
     """The engine failed or was closed before a completion was finished; the cause is chained."""
 
 
+# The lowest temperature but 0: logits divided by less, or their gradients, are not finite.
+COLDEST = 1e-6
+
+
 class SamplingError(ConfigError):
     """Settings of a completion that define no distribution, or one that the engine cannot sample.
 

@@ -27,12 +27,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tuner.engines.base import SamplingError, SamplingParams
+from tuner.engines.base import COLDEST, SamplingError, SamplingParams
 from tuner.engines.grammar import to_device
 
 _TWO = "from -2 to 2"
-# Logits divided by less are not finite in float32, or have no gradient that is.
-COLDEST = 1e-6
 
 
 def check_sampling(sampling: SamplingParams) -> None:

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from tuner.engines.base import EngineCapabilities, Generation, SamplingParams
-from tuner.engines.sampling import COLDEST
+from tuner.engines.base import COLDEST, EngineCapabilities, Generation, SamplingParams
 from tuner.gateway.families.grammars import AUTO, AnswerSchema, Constraints, ToolChoice
 from tuner.gateway.families.parsing import ParsedMessage, refuse_constant
 from tuner.gateway.families.renderer import LONG, is_long

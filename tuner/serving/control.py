@@ -60,7 +60,7 @@ class SessionLimitsBody(NumbersBody):
 class SamplingBody(NumbersBody):
     """Sampling settings for a session's requests that do not set them."""
 
-    temperature: Temperature | None = Field(default=None, le=2)
+    temperature: Temperature | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: TopKNumber | None = None
     max_tokens: Count | None = Field(default=None, ge=1)

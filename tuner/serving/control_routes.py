@@ -143,7 +143,7 @@ async def list_sessions(
     application: str | None = None,
     tag: str | None = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-    after: str = "",
+    after: Annotated[str, Query(pattern=r"^(s-[0-9a-f]{24})?$")] = "",
 ) -> Page:
     """Sessions in the order in which they were opened; an application sees its own."""
     if caller.session is not None:
