@@ -244,7 +244,7 @@ class AlgorithmSection(Section):
         description="A row of [this table](reference/algorithms.md), which gives the defaults "
         "of the keys below.",
     )
-    repeat_times: Count = Field(
+    repeat_times: int = Field(
         default=8,
         ge=1,
         le=MOST_AT_ONCE,
@@ -762,13 +762,13 @@ class RolloutModelSection(Section):
         "settings, otherwise transformers; the reason is logged "
         "([engines](operations.md#engines)).",
     )
-    engine_num: Count = Field(
+    engine_num: int = Field(
         default=1,
         ge=1,
         le=MOST_PROCESSES,
         description="Number of servers to start. For vllm; otherwise 1.",
     )
-    tensor_parallel_size: Count = Field(
+    tensor_parallel_size: int = Field(
         default=1, ge=1, le=MOST_PROCESSES, description="GPUs per engine. For vllm; otherwise 1."
     )
     gpu_memory_utilization: float | None = Field(
@@ -839,7 +839,7 @@ class OverRolloutSection(Section):
 class ExplorerSection(Section):
     """`explorer.*`"""
 
-    runner_per_model: Count = Field(
+    runner_per_model: int = Field(
         default=8, ge=1, le=MOST_AT_ONCE, description="Maximum number of concurrent rollouts."
     )
     max_timeout: Seconds = Field(
@@ -977,7 +977,7 @@ class LoraSection(Section):
         description="Name of the model in adapters: compared with the name in the adapter at "
         "`path` and written to checkpoints. Not set: `model.model_path`.",
     )
-    lora_rank: Count | None = Field(
+    lora_rank: int | None = Field(
         default=None,
         ge=1,
         le=MOST_AT_ONCE,
@@ -1071,7 +1071,7 @@ class ModelSection(Section):
 class BranchingSection(Section):
     """`tuner.branching.*`: how the `algorithm.repeat_times` rollouts of a task are divided."""
 
-    ends: Count = Field(
+    ends: int = Field(
         default=4,
         ge=2,
         le=MOST_AT_ONCE,
@@ -1670,7 +1670,7 @@ class TunerSection(Section):
         "anything stops, as does one whose rollouts fail. A run whose rollouts all have the "
         "maximum reward ends early as complete. Any other run continues with a warning.",
     )
-    max_slots: Count = Field(
+    max_slots: int = Field(
         default=64,
         ge=1,
         le=MOST_AT_ONCE,
