@@ -15,7 +15,7 @@ from enum import Enum
 from importlib import import_module
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 from pydantic import BaseModel
@@ -65,6 +65,9 @@ index: `buffer.explorer_input.eval_tasksets.0.path=test.jsonl`.
 **Interpolation.** `${{oc.env:NAME,default}}` is an environment variable, `${{model.max_model_len}}`
 the value of another key (after overrides), and `${{tuner.when_set:NAME,a,b}}` is `a` if the
 environment variable `NAME` is set, else `b`.
+
+**Bounds.** A file has at most 1 MB, and its interpolations at most 10,000 steps, counting those
+within the values that they refer to. Numbers must be finite; a refusal names key, value and bound.
 
 **Secrets.** Settings such as `password`, `api_key` and `token`, and URLs with a password, are not
 written to the run's `config.yaml` and not sent to trackers. If the value came from
@@ -215,6 +218,8 @@ def _type(annotation: Any) -> str:
     if origin in (Union, UnionType):
         kinds = [_type(argument) for argument in arguments if argument is not NoneType]
         return ", ".join(kinds)
+    if origin is Annotated:
+        return _type(arguments[0])
     if origin is tuple:
         return f"list of {_type(arguments[0])}"
     if origin is dict:

@@ -470,6 +470,65 @@ def test_every_rule_about_a_foreign_key_counts_and_has_a_reason():
             assert row.accepts.path in own
 
 
+def doubled(text: str, last: str, levels: int = 40) -> str:
+    """Lines of YAML: `text` for each level K, which names level N twice, and the last one."""
+    return "".join(
+        text.replace("K", str(at)).replace("N", str(at + 1)) + "\n" for at in range(levels)
+    ) + last.replace("K", str(levels))
+
+
+MULTIPLIED = {
+    "texts": doubled("kK: ${kN}${kN}", "kK: x"),
+    "lists": doubled("kK: ['${kN}', '${kN}']", "kK: [x]"),
+    "keys": doubled("kK: {a: '${kN}', b: '${kN}'}", "kK: {a: x}"),
+    "oc.select": doubled("kK: ${oc.select:kN}${oc.select:kN}", "kK: x"),
+    "quoted": doubled("kK: ${oc.select:'kN'}${oc.select:\"kN\"}", "kK: x"),
+    "defaults": doubled("kK: ${oc.env:NO,${kN}}${oc.env:NO,${kN}}", "kK: x"),
+    "relative": "a:\n  b:\n" + doubled("    kK: ${.kN}${..b.kN}", "    kK: x"),
+    "indices": "k:\n" + doubled("- ${k[N]}${k.N}", "- x"),
+    "through another": doubled("kK: {x: '${mK.x}${mK.x}'}\nmK: ${kN}", "kK: {x: 1}"),
+    "computed": doubled("kK: ${${nN}}${${nN}}\nnN: kN", "kK: x"),
+    "a long text": f"a: {'x' * 100_000}\nb: {'${a}' * 1000}\nproject: ${{b}}${{b}}",
+    "a long chain": doubled("kK: ${kN}", "kK: x", levels=3000),
+}
+
+
+@pytest.mark.parametrize("kind", MULTIPLIED)
+def test_interpolations_that_multiply_are_refused_before_they_are_resolved(kind, write):
+    with pytest.raises(ConfigError, match=r"interpolations .* more than 10000 steps"):
+        load_config(write(MULTIPLIED[kind]))
+
+
+def test_usual_interpolations_are_resolved(write):
+    text = (
+        "project: ${name}-${.name}-${oc.select:name}\nname: n\n"
+        "model: {top_k: '${buffer.${oc.env:NO_SUCH,batch_size}}'}\nbuffer: {batch_size: 7}\n"
+        "tuner: {workflow: '${project}:${name}'}\n"
+    )
+    config = load_config(write(text))
+    assert (config.project, config.model.top_k) == ("n-n-n", 7)
+    assert config.tuner.workflow == "n-n-n:n"
+
+
+UNREAD = ["9" * 5000, *(f"!!{tag} abc" for tag in ("int", "float", "bool", "timestamp")), "&a [*a]"]
+
+
+@pytest.mark.parametrize("value", UNREAD)
+def test_values_that_yaml_cannot_read_are_refused(value, write):
+    for load in (
+        lambda: load_config(write(f"project: {value}\n")),
+        lambda: load_config(overrides=[f"project={value}"]),
+    ):
+        with pytest.raises(ConfigError, match=r"not valid YAML|does not parse as YAML") as caught:
+            load()
+        assert len(str(caught.value)) < 600
+
+
+def test_a_file_of_megabytes_is_refused_unread(write):
+    with pytest.raises(ConfigError, match="larger than 1 MB"):
+        load_config(write("a: " + "[" * 3_000_000))
+
+
 def test_a_file_that_is_nested_too_deep_is_refused(write):
     with pytest.raises(ConfigError, match="nested too deeply"):
         load_config(write("a: " + "[" * 3000 + "]" * 3000))

@@ -109,9 +109,13 @@ def test_log_probs_can_be_differentiated():
     [
         ("temperature", -0.1),
         ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", 1e-40),
         ("top_p", 0.0),
         ("top_p", 1.1),
         ("top_k", 0),
+        ("top_k", 10**30),
+        ("repetition_penalty", 1e-320),
         ("max_tokens", 0),
         ("top_logprobs", 21),
         ("stop", ("",)),

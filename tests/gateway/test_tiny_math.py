@@ -11,10 +11,13 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
+from tests.gateway.fuzzing import BODIES
 from tests.kit.builders import trace
 from tests.kit.toy import ADD_TOOL
 from tests.training.configured import training
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
+from tuner.gateway.dialects import anthropic, chat, responses
+from tuner.gateway.service import StreamReply
 from tuner.traces import Call
 from tuner.training.batch import build_batch
 from tuner.training.trainer import PolicyTrainer
@@ -105,3 +108,43 @@ async def test_forms_are_kept_and_their_log_probs_are_exact(gateway: Gateway, se
     for tool_call in called.response["tool_calls"]:
         assert tool_call["function"]["name"] == "s"
         Sum.model_validate(json.loads(tool_call["function"]["arguments"]))
+
+
+NUMBERS = ["-1", "0", "1", "2", "1e-320", "1e-40", "1e18", "2147483648", "9223372036854775808"]
+NUMBERS += ["NaN", "-Infinity", "1e400", "-1" + "0" * 30, "1" + "0" * 400, "1" + "0" * 5000]
+NUMBERS += ['"many"', "[1]", "[1" + "0" * 30 + "]", "true"]
+NUMBERS += [f'{{"{digits}": 1}}' for digits in ("1", "9" * 25, "9" * 5000)]
+FIELDS = {
+    "/v1/chat/completions": chat.CHAT_FIELDS,
+    "/v1/completions": {**chat.SHARED_FIELDS, "best_of": None, "logprobs": None},
+    "/v1/responses": responses.RESPONSES_FIELDS,
+    "/v1/messages": anthropic.MESSAGES_FIELDS,
+}
+
+
+@pytest.mark.parametrize("path", FIELDS)
+async def test_every_number_in_every_field_is_used_or_refused_by_name(
+    gateway: Gateway, path: str
+) -> None:
+    limits = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
+    limit = {"max_output_tokens" if "responses" in path else "max_tokens": 1}
+    first = {**BODIES[path][0], "model": "tiny"}
+    answered = set()
+    for field in FIELDS[path].keys() - {"model"}:
+        session = gateway.open_session(field, defaults=SamplingDefaults(max_tokens=1))
+        rest = {key: value for key, value in first.items() if key not in {field, *limits}}
+        rest |= {"logprobs": True} if (field, "chat" in path) == ("top_logprobs", True) else {}
+        rest |= {} if field in limits else limit
+        for number in NUMBERS:
+            body = f'{json.dumps(rest)[:-1]}, "{field}": {number}}}'.encode()
+            headers = {"authorization": f"Bearer {session.key}"}
+            reply = await gateway.handle("POST", path, headers, body)
+            if isinstance(reply, StreamReply):
+                await reply.events.aclose()
+                continue
+            assert reply.status in (200, 400), (field, number[:40], reply.body)
+            if reply.status == 200:
+                answered.add(field)
+            else:
+                assert field in json.loads(reply.body)["error"]["message"], number[:40]
+    assert {"temperature", "top_p", "top_k", "seed"} <= answered

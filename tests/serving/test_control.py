@@ -7,6 +7,7 @@ import jsonschema
 import pytest
 
 from tests.serving.served import ADMIN, MODEL, say, served
+from tuner.gateway.requests import MAX_DEPTH
 from tuner.serving.client import AsyncClient
 from tuner.traces.store import TRACES, trace_from_json
 
@@ -228,9 +229,6 @@ async def test_what_is_asked_again_with_its_key_opens_one_session(asking):
         ("/reward", {"reward": "1"}, "reward"),
         ("/reward", {"reward": True}, "reward"),
         ("/reward", {"reward": 1, "score": 2}, "score"),
-        ("/reward", b'{"reward": NaN}', None),
-        ("/reward", b'{"reward": 1e999}', None),
-        ("/reward", b"{", None),
         ("", {"limits": {"calls": 0}}, "limits.calls"),
         ("", {"sampling": {"top_p": 2}}, "sampling.top_p"),
         ("", {"task": "text"}, "task"),
@@ -239,13 +237,75 @@ async def test_what_is_asked_again_with_its_key_opens_one_session(asking):
 async def test_what_cannot_be_read_is_refused_by_name(asking, path, body, param):
     id_, _ = await asking.opened()
     where = f"/sessions/{id_}{path}" if path else "/sessions"
-    content = {"content": body} if isinstance(body, bytes) else {"json": body}
-    answer = await asking.control("POST", where, **content)
+    answer = await asking.control("POST", where, json=body)
     error = answer.json()["error"]
     assert answer.status_code == 422, answer.text
     if param is not None:
         assert (error["param"], error["message"].startswith(param)) == (param, True)
     assert not asking.server.store.session(id_).judged
+
+
+JSON = {"content-type": "application/json"}
+NUMBERS = ["-1", "0", "1", "3", "1e-320", "1e-40", "1e18", "1" + "0" * 30, "1" + "0" * 5000]
+NUMBERS += ["NaN", "-Infinity", "1e400", '"1"', "[1]", "true", "9223372036854775808"]
+
+
+@pytest.mark.parametrize(
+    "field", ["temperature", "top_p", "top_k", "max_tokens", "calls", "tokens"]
+)
+async def test_a_sessions_numbers_are_used_or_refused_when_it_is_opened(asking, field):
+    section = "limits" if field in ("calls", "tokens") else "sampling"
+    opened = 0
+    for number in NUMBERS:
+        body = f'{{"{section}": {{"{field}": {number}}}}}'
+        answer = await asking.control("POST", "/sessions", content=body, headers=JSON)
+        if answer.status_code == 201:
+            opened += 1
+            client = asking.client(answer.json()["key"])
+            asked = {"temperature": None} if section == "sampling" else {}
+            most = None if field == "max_tokens" else 1
+            await say(client, [], "2+40?", max_tokens=most, **asked)
+        else:
+            error = answer.json()["error"]
+            assert answer.status_code in (400, 422)
+            assert error["param"] == f"{section}.{field}"
+    assert 1 <= opened <= 4
+
+
+@pytest.mark.parametrize("field", ["task", "metadata"])
+async def test_what_is_opened_with_a_deep_value_can_be_read_back(asking, field):
+    for levels in (1, 100, MAX_DEPTH, MAX_DEPTH + 1, 240, 500, 900, 990, 100_000):
+        inside = '{"a":' * (levels - 1) + "1" + "}" * (levels - 1)
+        body = f'{{"{field}": {inside}}}'
+        answer = await asking.control("POST", "/sessions", content=body, headers=JSON)
+        if levels > MAX_DEPTH:
+            assert answer.status_code == 400
+            assert f"{MAX_DEPTH} levels" in answer.json()["error"]["message"]
+        elif levels > 1:
+            assert answer.status_code == 201
+            for what in ("", "/calls", "/export"):
+                path = f"/sessions/{answer.json()['id']}{what}"
+                assert (await asking.control("GET", path)).status_code == 200
+    assert len((await asking.control("GET", "/sessions")).json()["sessions"]) == 2
+
+
+@pytest.mark.parametrize("body", ['{"reward": NaN}', '{"reward": 1e999}', "{", "[]", "1"])
+async def test_a_body_that_is_not_json_is_refused(asking, body):
+    id_, _ = await asking.opened()
+    answer = await asking.control("POST", f"/sessions/{id_}/reward", content=body, headers=JSON)
+    assert answer.status_code == 400
+    assert not asking.server.store.session(id_).judged
+
+
+@pytest.mark.parametrize("name", ["after", "tag", "group", "application"])
+async def test_odd_texts_in_a_lists_query_find_nothing_or_are_refused(asking, name):
+    await asking.opened()
+    for text in ("%00", "'", "%22", "%ff", "%ed%a0%80", "s-'%20OR%201=1", "%25", "\\", "x" * 9000):
+        answer = await asking.control("GET", f"/sessions?{name}={text}")
+        if name == "after":
+            assert (answer.status_code, answer.json()["error"]["param"]) == (422, "after")
+        else:
+            assert (answer.status_code, answer.json()["sessions"]) == (200, [])
 
 
 async def test_a_reward_to_a_call_that_is_not_there_is_refused(asking):

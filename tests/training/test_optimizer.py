@@ -1,6 +1,7 @@
 """Float32 masters, their state and where it lies, against training in float32."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -218,3 +219,60 @@ def test_a_saved_bfloat16_trainer_goes_on_bit_for_bit(tmp_path):
             trainer.ppo_update(trainer.compute_advantages(batch))
     assert torch.equal(flat(straight.optimizer.masters), flat(resumed.optimizer.masters))
     assert torch.equal(flat(straight.model.parameters()), flat(resumed.model.parameters()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e38])
+def test_a_step_that_makes_a_weight_that_is_not_finite_raises(dtype, offload, place, value):
+    parameters = weights(dtype)
+    optimizer = make_optimizer(parameters, **SETTINGS, offload=offload)
+    for parameter, gradient in zip(parameters, gradients(0), strict=True):
+        parameter.grad = gradient
+    optimizer.step_if_finite("step 1: loss", 0.5, 1.0, setting="s.lr")  # a usual one does not
+    for parameter, gradient in zip(parameters, gradients(1), strict=True):
+        parameter.grad = gradient
+    with torch.no_grad():
+        if value == 1e38:  # a learning rate that the schema refuses
+            optimizer.param_groups[0]["lr"] = value
+        else:
+            optimizer.masters[place].flatten()[-1] = value
+    with pytest.raises(TrainingError, match=r"step 2: loss 0\.5 .* not finite.* lower s\.lr"):
+        optimizer.step_if_finite("step 2: loss", 0.5, 1.0, setting="s.lr")
+    assert not optimizer.finite()
+
+
+@pytest.mark.parametrize("of", ["policy", "critic"])
+def test_weights_that_are_not_finite_are_never_saved(of, tmp_path):
+    trainer = PolicyTrainer(tiny_model(), training(total_steps=2, kl="none", advantage="ppo"))
+    trainer.save(tmp_path / "state.pt")
+    model = trainer.model if of == "policy" else trainer.critic.model
+    with torch.no_grad():
+        list(model.parameters())[-1].flatten()[-1] = float("nan")
+    with pytest.raises(TrainingError, match="not finite"):
+        trainer.save(tmp_path / "spoiled.pt")
+    assert not (tmp_path / "spoiled.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "named"),
+    [
+        ("algorithm.kl_loss_fn_args.kl_coef", r"step 1: loss (inf|nan) .*kl_coef"),
+        ("algorithm.optimizer.lr", r"step 1: loss .* lower algorithm\.optimizer\.lr"),
+        ("tuner.critic.lr", r"step 1: the critic's loss .* lower tuner\.critic\.lr"),
+    ],
+)
+def test_the_setting_that_spoils_a_step_is_named(spoiled, named):
+    critic = {"advantage": "ppo"} if "critic" in spoiled else {}
+    settings = training(total_steps=1, kl="k2" if "kl" in spoiled else "none", **critic)
+    trainer = PolicyTrainer(tiny_model(), settings)
+    batch = build_batch(random_batch(0))
+    scored = trainer.compute_ref_logp(trainer.compute_advantages(batch))
+    if "kl" in spoiled:
+        scored = replace(scored, ref_logp=tuple(one + float("inf") for one in scored.ref_logp))
+    else:
+        optimizer = trainer.critic.optimizer if "critic" in spoiled else trainer.optimizer
+        optimizer.param_groups[0]["lr"] = 1e38
+    with pytest.raises(TrainingError, match=named):
+        trainer.ppo_update(scored)

@@ -262,8 +262,8 @@ class PPOActor:
         tokenizer, optimizers, critic and version."""
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
+        self.trainer.save(path / TRAINER_STATE)  # refuses weights that are not finite
         self._run.stack.save_weights(path)
-        self.trainer.save(path / TRAINER_STATE)
         (path / "version.json").write_text(json.dumps({"version": self.trainer.step}))
 
     def load(self, folder: Path | str) -> None:

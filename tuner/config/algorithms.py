@@ -60,7 +60,7 @@ class Args(BaseModel):
     Keys, bounds, defaults and descriptions are defined only here. A null is the default.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -100,7 +100,7 @@ _Gamma = Annotated[
         description="Discount per token (1). For ppo (across all calls), reinforceplusplus.",
     ),
 ]
-_Epsilon = Annotated[float, Field(ge=0, description="Added to a standard deviation (1e-6).")]
+_Epsilon = Annotated[float, Field(gt=0, description="Added to a standard deviation (1e-6).")]
 
 
 class GRPOAdvantage(AdvantageArgs):

@@ -86,10 +86,19 @@ def _sentence(detail: ErrorDetails, path: str, description: str) -> str:
     if detail["type"] == "extra_forbidden":
         return f"{path} is unknown"
     if detail["type"] in ("model_type", "dict_type"):
-        return f"{path} is {detail['input']!r}: must have keys under it{hint}"
+        return f"{path} is {_shown(detail['input'])}: must have keys under it{hint}"
     message = detail["msg"].removeprefix("Value error, ")
     message = message.replace("Input should be", "must be").replace("String should", "must")
-    return f"{path} is {detail['input']!r}: {message}{hint}"
+    return f"{path} is {_shown(detail['input'])}: {message}{hint}"
+
+
+def _shown(value: Any) -> str:
+    """A value for a message, cut if it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        return "an integer of thousands of digits"
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 # Names of keys: which exist, and which was probably meant.

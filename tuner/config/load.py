@@ -30,6 +30,7 @@ from tuner.config.source import (
     Override,
     YamlFile,
     absolute_paths,
+    check_interpolations,
     concealed,
     lookup,
     masked,
@@ -270,8 +271,10 @@ def _merge(
         except (OmegaConfBaseException, AttributeError, IndexError, TypeError, ValueError) as error:
             text = f"override {override.text!r} cannot be applied: {str(error).splitlines()[0]}"
             problems.append(Problem(override.key, text))
+    raw = OmegaConf.to_container(merged)
+    check_interpolations(raw)
     resolved = _resolve(merged, "", problems)
-    references |= secret_references(OmegaConf.to_container(merged), resolved)
+    references |= secret_references(raw, resolved)
     folder = file.path.resolve().parent if file is not None else here
     tree = absolute_paths(resolved, folder, without=frozenset(decided))
     assert isinstance(tree, dict)

@@ -17,6 +17,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -63,12 +64,38 @@ def null_is(empty: Callable[[], Any]) -> BeforeValidator:
     return BeforeValidator(lambda given: empty() if given is None else given)
 
 
+def numeric(annotation: Any) -> bool:
+    """Whether a type is a number, or holds numbers (`tuple[float, float]`, `dict[str, float]`)."""
+    return annotation in (int, float) or any(map(numeric, get_args(annotation)))
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """`value`, or the values in it if it is a list or has keys."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if not isinstance(value, list | tuple):
+        yield value
+        return
+    for one in value:
+        yield from _inside(one)
+
+
 # Passed on unchanged.
 Arguments = Annotated[dict[str, Any], null_is(dict)]
 
 
+# The largest number of any setting: the largest seed, and a float32 whose square is one, too.
+MOST = 2**63 - 1
+# A number of tasks, tokens or steps.
+Count = Annotated[int, Field(le=2**31 - 1)]
+# Bounds where each one takes memory or a process from the start.
+MOST_AT_ONCE = 2**16
+MOST_PROCESSES = 2**10
+
+
 class Section(BaseModel):
-    """A section of the configuration. Unknown keys and booleans in place of numbers are refused."""
+    """A section of the configuration. Unknown keys, booleans in place of numbers, and numbers that
+    are not finite or beyond `MOST` are refused."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -76,15 +103,14 @@ class Section(BaseModel):
         validate_default=True,
         coerce_numbers_to_str=True,
         protected_namespaces=(),
+        allow_inf_nan=False,
     )
 
     @field_validator("*", mode="before")
     @classmethod
     def _no_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) and info.field_name is not None:
-            annotation = cls.model_fields[info.field_name].annotation
-            if annotation in (int, float) or {int, float} & set(get_args(annotation)):
-                raise ValueError("Input should be a number, not true or false")
+        if cls._is_numeric(info) and any(isinstance(one, bool) for one in _inside(value)):
+            raise ValueError("Input should be a number, not true or false")
         return value
 
     @field_validator("*", mode="before")
@@ -94,6 +120,19 @@ class Section(BaseModel):
         if section_of(annotation) is None and displayable(value) != value:
             raise ValueError("Input should be text that can be encoded in UTF-8")
         return value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _within_reach(cls, value: Any, info: ValidationInfo) -> Any:
+        if cls._is_numeric(info):
+            for one in _inside(value):
+                if isinstance(one, int | float) and abs(one) > MOST:
+                    raise ValueError(f"Input should be between -{MOST:.0e} and {MOST:.0e}")
+        return value
+
+    @classmethod
+    def _is_numeric(cls, info: ValidationInfo) -> bool:
+        return numeric(cls.model_fields[info.field_name or ""].annotation)
 
     @classmethod
     def takes_more(cls, given: Mapping[str, Any]) -> bool:
@@ -126,21 +165,36 @@ def section_of(annotation: Any) -> type[Section] | None:
 # (`tuner.config.rules`).
 
 
+def _two_numbers(value: Any) -> Any:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError("Input should be two numbers, as in [0, 1]")
+    return value
+
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Decays = Annotated[tuple[Decay, Decay], BeforeValidator(_two_numbers)]
+# Adam moves each weight by about the learning rate; decay beyond 1 / lr would flip its sign.
+LearningRate = Annotated[float, Field(gt=0, le=1)]
+WeightDecay = Annotated[float, Field(ge=0, le=100)]
+# Below the longest wait of Python's threads.
+Seconds = Annotated[float, Field(le=1e9)]
+
+
 class OptimizerSection(Section):
     """`algorithm.optimizer.*`"""
 
     optimizer_type: Literal["adam"] = Field(
         default="adam", description="Adam with decoupled weight decay."
     )
-    lr: float = Field(default=1e-6, gt=0, description="Learning rate after the warmup.")
-    betas: tuple[float, float] = Field(
+    lr: LearningRate = Field(default=1e-6, description="Learning rate after the warmup.")
+    betas: Decays = Field(
         default=(0.9, 0.999), description="Decay rates of Adam's two moving averages."
     )
-    weight_decay: float = Field(default=0.01, ge=0, description="Decoupled weight decay.")
+    weight_decay: WeightDecay = Field(default=0.01, description="Decoupled weight decay.")
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="Schedule of the learning rate after the warmup."
     )
-    lr_warmup_steps: int = Field(
+    lr_warmup_steps: Count = Field(
         default=-1,
         ge=-1,
         description="Steps of linear warmup; -1 uses `lr_warmup_steps_ratio`.",
@@ -183,7 +237,7 @@ EntropyLossArguments = _arguments("entropy_loss_fn_args", [EntropyLoss])
 class SampleStrategyArgs(Section):
     """`algorithm.sample_strategy_args.*`"""
 
-    max_staleness: int | None = Field(
+    max_staleness: Count | None = Field(
         default=None,
         ge=0,
         description="Maximum age of a trained token, in updates; older tokens are not trained. "
@@ -202,6 +256,7 @@ class AlgorithmSection(Section):
     repeat_times: int = Field(
         default=8,
         ge=1,
+        le=MOST_AT_ONCE,
         description="Group size: rollouts per task in a step. 1 is allowed only if the "
         "advantage does not compare the rollouts of a group: ppo, reinforceplusplus, reinforce, "
         "on_policy_distill, prompt_distill. Ignored without rollouts. Trinity-RFT's default is "
@@ -367,11 +422,11 @@ class CriticSection(Section):
     trained alone during `trainer.critic_warmup`.
     """
 
-    lr: float = Field(default=1e-5, gt=0, description="Learning rate of the critic; constant.")
-    betas: tuple[float, float] = Field(
+    lr: LearningRate = Field(default=1e-5, description="Learning rate of the critic; constant.")
+    betas: Decays = Field(
         default=(0.9, 0.999), description="Decay rates of Adam's two moving averages."
     )
-    weight_decay: float = Field(default=0.01, ge=0, description="Decoupled weight decay.")
+    weight_decay: WeightDecay = Field(default=0.01, description="Decoupled weight decay.")
     cliprange_value: float = Field(
         default=0.5,
         gt=0,
@@ -389,7 +444,7 @@ class AlgorithmExtras(Section):
         description="The trained reward is `(reward + reward_bias) * reward_scale`.",
     )
     reward_bias: float = Field(default=0.0, description="See `reward_scale`.")
-    overlong_buffer: int | None = Field(
+    overlong_buffer: Count | None = Field(
         default=None,
         ge=1,
         description="DAPO's soft penalty for long answers: the reward falls over the last "
@@ -423,7 +478,7 @@ class AlgorithmExtras(Section):
         "the rewards that follow it ([algorithms](algorithms.md)). Not set: all calls of a "
         "rollout get its reward. For grpo, rloo, opmd, asymre and reinforce.",
     )
-    updates: int = Field(
+    updates: Count = Field(
         default=1, ge=1, description="Weight updates per step, all on the step's batch."
     )
     proximal: Literal["auto", "recorded", "recompute", "loglinear"] = Field(
@@ -556,15 +611,34 @@ class TrainerInput(Section):
     experience_buffer: ExperienceBufferSection = ExperienceBufferSection()
 
 
+def _not_too_cold(value: float) -> float:
+    if 0 < value < 1e-6:
+        raise ValueError("Input should be 0, or 1e-06 or more")
+    return value
+
+
+# The engines' bound (`COLDEST`).
+Temperature = Annotated[float, AfterValidator(_not_too_cold)]
+
+
+def _some_tokens(value: int) -> int:
+    if value == 0:
+        raise ValueError("Input should be -1 (all tokens) or at least 1")
+    return value
+
+
+TopKNumber = Annotated[Count, Field(ge=-1), AfterValidator(_some_tokens)]
+
+
 class RolloutArgs(Section):
     """`rollout_args.*` of the training tasks: sampling; defaults are those of `model.*`."""
 
-    temperature: float | None = Field(
+    temperature: Temperature | None = Field(
         default=None, ge=0, description="Sampling temperature; not set: `model.temperature`."
     )
     top_p: float | None = Field(default=None, gt=0, le=1, description="Not set: `model.top_p`.")
-    top_k: int | None = Field(default=None, ge=-1, description="Not set: `model.top_k`.")
-    max_tokens: int | None = Field(
+    top_k: TopKNumber | None = Field(default=None, description="Not set: `model.top_k`.")
+    max_tokens: Count | None = Field(
         default=None,
         ge=1,
         description="Maximum tokens of an answer; not set: `model.max_response_tokens`.",
@@ -574,7 +648,7 @@ class RolloutArgs(Section):
 class EvalRolloutArgs(RolloutArgs):
     """`rollout_args.*` of an evaluation set; greedy by default."""
 
-    temperature: float | None = Field(
+    temperature: Temperature | None = Field(
         default=0.0,
         ge=0,
         description="Sampling temperature; 0 is greedy. Trinity-RFT evaluates at the training "
@@ -617,7 +691,7 @@ class EvalTasksetSection(_TasksetBase):
     split: str = Field(
         default="test", min_length=1, description="Split: `test` means `test.jsonl`."
     )
-    repeat_times: int = Field(
+    repeat_times: Count = Field(
         default=1,
         ge=1,
         description="Rollouts per task, n. From 2 on, the metrics include `pass_at_<n>` and "
@@ -639,14 +713,14 @@ class ExplorerInput(Section):
 class BufferSection(Section):
     """`buffer.*`"""
 
-    batch_size: int = Field(
+    batch_size: Count = Field(
         default=32,
         ge=1,
         description="Tasks per step, or rows of recorded data. Trinity-RFT's default is 1, "
         "AgentScope's 32.",
     )
-    total_epochs: int = Field(default=1, ge=1, description="Passes over the tasks.")
-    total_steps: int | None = Field(
+    total_epochs: Count = Field(default=1, ge=1, description="Passes over the tasks.")
+    total_steps: Count | None = Field(
         default=None,
         ge=1,
         description="Number of steps, with as many passes over the tasks as they need; takes "
@@ -674,10 +748,10 @@ REASONING_PARSER = "Reads `<think>` out of the model's text; null leaves the tex
 
 # Settings of both the policy and auxiliary models.
 TopK = Annotated[
-    int, Field(ge=-1, description="Sample only from the k most probable tokens; -1 is all.")
+    TopKNumber, Field(description="Sample only from the k most probable tokens; -1 is all.")
 ]
 ResponseTokens = Annotated[
-    int | None,
+    Count | None,
     Field(ge=1, description="Maximum tokens of an answer; not set: the room left in the context."),
 ]
 Thinking = Annotated[
@@ -698,10 +772,13 @@ class RolloutModelSection(Section):
         "([engines](operations.md#engines)).",
     )
     engine_num: int = Field(
-        default=1, ge=1, description="Number of servers to start. For vllm; otherwise 1."
+        default=1,
+        ge=1,
+        le=MOST_PROCESSES,
+        description="Number of servers to start. For vllm; otherwise 1.",
     )
     tensor_parallel_size: int = Field(
-        default=1, ge=1, description="GPUs per engine. For vllm; otherwise 1."
+        default=1, ge=1, le=MOST_PROCESSES, description="GPUs per engine. For vllm; otherwise 1."
     )
     gpu_memory_utilization: float | None = Field(
         default=None,
@@ -729,10 +806,12 @@ class AuxiliaryModelSection(Section):
         min_length=1, description="Key of the model in the functions' `auxiliary_models`."
     )
     model_path: str = Field(min_length=1, description="Same as `model.model_path`.")
-    max_model_len: int | None = Field(
+    max_model_len: Count | None = Field(
         default=None, ge=2, description="Same as `model.max_model_len`."
     )
-    temperature: float = Field(default=1.0, ge=0, description="Sampling temperature; 0 is greedy.")
+    temperature: Temperature = Field(
+        default=1.0, ge=0, description="Sampling temperature; 0 is greedy."
+    )
     top_p: float = Field(
         default=1.0,
         gt=0,
@@ -757,7 +836,7 @@ class OverRolloutSection(Section):
         description="Fraction of a step's tasks that it need not wait for: once all others are "
         "complete, the remaining rollouts are stopped. 0: it waits for all.",
     )
-    wait_after_min: float = Field(
+    wait_after_min: Seconds = Field(
         default=30.0, ge=0, description="Seconds that the remaining rollouts then get."
     )
     return_partial_tasks: bool = Field(
@@ -770,12 +849,12 @@ class ExplorerSection(Section):
     """`explorer.*`"""
 
     runner_per_model: int = Field(
-        default=8, ge=1, description="Maximum number of concurrent rollouts."
+        default=8, ge=1, le=MOST_AT_ONCE, description="Maximum number of concurrent rollouts."
     )
-    max_timeout: float = Field(
+    max_timeout: Seconds = Field(
         default=1800, gt=0, description="Time limit of one attempt at a rollout, in seconds."
     )
-    max_retry_times: int = Field(
+    max_retry_times: Count = Field(
         default=2,
         ge=0,
         description="Additional attempts after a failure or timeout, each from the start.",
@@ -785,7 +864,7 @@ class ExplorerSection(Section):
     auxiliary_models: tuple[AuxiliaryModelSection, ...] = Field(
         default=(), description="Frozen models, each with the keys below."
     )
-    eval_interval: int = Field(
+    eval_interval: Count = Field(
         default=100,
         ge=0,
         description="Steps between evaluations; 0: only at the start and the end.",
@@ -796,7 +875,7 @@ class ExplorerSection(Section):
 class SynchronizerSection(Section):
     """`synchronizer.*`"""
 
-    sync_offset: int = Field(
+    sync_offset: Count = Field(
         default=0,
         ge=0,
         description="Steps by which collection may run ahead of training "
@@ -808,7 +887,7 @@ class SynchronizerSection(Section):
 class RaySection(Section):
     """`tuner.ray.*`: workers on the machines of a Ray cluster, for `tuner.workers: ray`."""
 
-    workers: int | None = Field(
+    workers: Count | None = Field(
         default=None,
         ge=1,
         description="Number of workers. Not set: as many as the cluster has room for at the "
@@ -859,7 +938,7 @@ class EngineSection(Section):
         description="Environment variable with the API key of the servers at `urls`. Optional "
         "for SGLang.",
     )
-    max_restarts: int = Field(
+    max_restarts: Count = Field(
         default=3,
         ge=0,
         description="Total number of restarts of servers that died; after that the run fails.",
@@ -908,9 +987,12 @@ class LoraSection(Section):
         "`path` and written to checkpoints. Not set: `model.model_path`.",
     )
     lora_rank: int | None = Field(
-        default=None, ge=1, description=f"Rank. Not set: {DEFAULT_RANK}, {_OF_PATH}."
+        default=None,
+        ge=1,
+        le=MOST_AT_ONCE,
+        description=f"Rank. Not set: {DEFAULT_RANK}, {_OF_PATH}.",
     )
-    lora_alpha: int | None = Field(
+    lora_alpha: Count | None = Field(
         default=None,
         ge=1,
         description="The adapter's output is scaled by lora_alpha / lora_rank. Not set: "
@@ -953,14 +1035,14 @@ class ModelSection(Section):
         description="Initial model of ppo's critic, in the same form as `model.model_path`, "
         "with the policy's tokenizer. Not set: `model.model_path`.",
     )
-    max_model_len: int | None = Field(
+    max_model_len: Count | None = Field(
         default=None,
         ge=2,
         description="Maximum tokens of prompt and answer together. Not set: the model's own "
         "maximum, or less if its RoPE frequencies depend on length (`longrope`, `dynamic`).",
     )
     max_response_tokens: ResponseTokens = None
-    temperature: float = Field(
+    temperature: Temperature = Field(
         default=1.0, gt=0, description="Sampling temperature during training."
     )
     top_p: float = Field(
@@ -1001,10 +1083,11 @@ class BranchingSection(Section):
     ends: int = Field(
         default=4,
         ge=2,
+        le=MOST_AT_ONCE,
         description="Rollouts that continue from each branch point, including the original one. "
         "Not with `best`, which chooses the number.",
     )
-    trunks: int | None = Field(
+    trunks: Count | None = Field(
         default=None,
         ge=2,
         description="Rollouts that start at the beginning. Not set: `repeat_times` / `ends`, at "
@@ -1021,7 +1104,7 @@ class BranchingSection(Section):
         default=False,
         description="Whether a branch may start inside an answer; false: only before one.",
     )
-    rounds: int = Field(
+    rounds: Count = Field(
         default=1,
         ge=1,
         description="Number of rounds of branching; from the second on, branches may also start "
@@ -1077,11 +1160,10 @@ class HistorySection(Section):
     )
     min_reward: float | None = Field(
         default=None,
-        allow_inf_nan=False,
         description="Skip rollouts with a smaller reward.",
     )
     max_reward: float | None = Field(
-        default=None, allow_inf_nan=False, description="Skip rollouts with a larger reward."
+        default=None, description="Skip rollouts with a larger reward."
     )
     after: str | None = Field(
         default=None,
@@ -1091,18 +1173,18 @@ class HistorySection(Section):
     before: str | None = Field(
         default=None, description="Skip rollouts that started at this time or later."
     )
-    min_version: int | None = Field(
+    min_version: Count | None = Field(
         default=None,
         ge=0,
         description="Skip rollouts with a token from weights with fewer updates.",
     )
-    max_version: int | None = Field(
+    max_version: Count | None = Field(
         default=None, ge=0, description="Skip rollouts with a token from weights with more updates."
     )
-    min_step: int | None = Field(
+    min_step: Count | None = Field(
         default=None, ge=0, description="Skip rollouts of earlier steps of their run."
     )
-    max_step: int | None = Field(
+    max_step: Count | None = Field(
         default=None, ge=0, description="Skip rollouts of later steps of their run."
     )
     split: str | None = Field(
@@ -1124,7 +1206,7 @@ class HistorySection(Section):
         description="Use only rollouts with these values in their session's metadata or in "
         "their task.",
     )
-    best: int = Field(
+    best: Count = Field(
         default=1, ge=1, description="Number of best rollouts per task to imitate. For sft."
     )
     pairs: Literal["best", "all"] = Field(
@@ -1135,7 +1217,6 @@ class HistorySection(Section):
     min_gap: float = Field(
         default=0.0,
         ge=0,
-        allow_inf_nan=False,
         description="Minimum difference of rewards in a pair. For dpo.",
     )
     min_effective_samples: float = Field(
@@ -1196,7 +1277,6 @@ class PromotionSection(Section):
     effect: float = Field(
         default=0.05,
         gt=0,
-        allow_inf_nan=False,
         description="Gain in mean reward that a comparison is planned to detect; a candidate "
         "proven to gain less is not promoted.",
     )
@@ -1209,10 +1289,9 @@ class PromotionSection(Section):
     )
     margin: float = Field(
         default=0.0,
-        allow_inf_nan=False,
         description="Minimum gain of a candidate; a negative value is the maximum loss.",
     )
-    reward_range: tuple[float, float] = Field(
+    reward_range: Annotated[tuple[float, float], BeforeValidator(_two_numbers)] = Field(
         default=(0.0, 1.0),
         description="Bounds of every reward; a reward outside of them stops learning.",
     )
@@ -1255,10 +1334,10 @@ class ServingSection(Section):
         description="Header in which a request may name its session (one name per conversation) "
         "and a response returns the session's id.",
     )
-    max_body_bytes: int = Field(
+    max_body_bytes: Count = Field(
         default=32 * 1024 * 1024, ge=1024, description="Maximum size of a request body, in bytes."
     )
-    requests_per_minute: int | None = Field(
+    requests_per_minute: Count | None = Field(
         default=None,
         ge=1,
         description="Maximum requests per key and minute, with bursts of ten seconds' worth; "
@@ -1295,7 +1374,7 @@ class ServingSection(Section):
         description="Fraction of new sessions served by a candidate, with `promotion.by` `live` "
         "or `both`.",
     )
-    max_staleness: int = Field(
+    max_staleness: Count = Field(
         default=1,
         ge=0,
         description="Maximum number of promotions between the weights that sampled a token and "
@@ -1314,9 +1393,7 @@ class ServingSection(Section):
 class Penalize(Section):
     """`tuner.on_failure: {penalize: value}`"""
 
-    penalize: float = Field(
-        allow_inf_nan=False, description="Reward of a rollout that fails to give one."
-    )
+    penalize: float = Field(description="Reward of a rollout that fails to give one.")
 
 
 class RemoteModel(Section):
@@ -1329,7 +1406,7 @@ class RemoteModel(Section):
     api_key_env: str | None = Field(
         default=None, min_length=1, description="Environment variable with the API key."
     )
-    max_concurrent: int | None = Field(
+    max_concurrent: Count | None = Field(
         default=None,
         ge=1,
         description="Maximum concurrent requests from all rollouts. Not set: unlimited.",
@@ -1337,13 +1414,11 @@ class RemoteModel(Section):
     input_price: float | None = Field(
         default=None,
         ge=0,
-        allow_inf_nan=False,
         description="Price per million input tokens.",
     )
     output_price: float | None = Field(
         default=None,
         ge=0,
-        allow_inf_nan=False,
         description="Price per million output tokens.",
     )
 
@@ -1392,7 +1467,7 @@ class NamedClass(Section):
 
 
 SELECTORS = ("success", "stratified")
-Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Weight = Annotated[float, Field(gt=0)]
 
 
 class SelectorSection(Section):
@@ -1571,7 +1646,7 @@ class TunerSection(Section):
         "(`{penalize: value}`), or stop the run (`abort`).",
     )
     tasks: TasksSection = TasksSection()
-    workers: Annotated[int, Field(ge=0)] | Literal["auto", "ray"] = Field(
+    workers: Annotated[int, Field(ge=0, le=MOST_PROCESSES)] | Literal["auto", "ray"] = Field(
         default=0,
         description="Processes that run the workflow and the judge, in addition to the main "
         "process with gateway, engine and trainer; 0: the main process runs them. `auto` starts "
@@ -1586,19 +1661,18 @@ class TunerSection(Section):
     critic: CriticSection = CriticSection()
     pass_reward: float = Field(
         default=1.0,
-        allow_inf_nan=False,
         description="Minimum reward of a rollout that counts as passed: for `pass_at_<n>` and "
         "`pass_hat_<n>` of evaluations (no effect on training), `feedback_attempts` and "
         "`tasks.selector`.",
     )
-    feedback_attempts: int = Field(
+    feedback_attempts: Count = Field(
         default=0,
         ge=0,
         description="Maximum number of times that the workflow runs again in the same rollout, "
         "with the judge's feedback as its argument `feedback`, while the reward is below "
         "`pass_reward`. The rollout's reward is the last one.",
     )
-    signal_patience: int = Field(
+    signal_patience: Count = Field(
         default=3,
         ge=1,
         description="Consecutive steps with nothing to learn. Then a run that has never learned "
@@ -1606,17 +1680,20 @@ class TunerSection(Section):
         "maximum reward ends early as complete. Any other run continues with a warning.",
     )
     max_slots: int = Field(
-        default=64, ge=1, description="Maximum number of answers generated concurrently."
+        default=64,
+        ge=1,
+        le=MOST_AT_ONCE,
+        description="Maximum number of answers generated concurrently.",
     )
-    max_calls: int | None = Field(
+    max_calls: Count | None = Field(
         default=None, ge=1, description="Maximum number of calls per rollout. Not set: unlimited."
     )
-    max_tokens: int | None = Field(
+    max_tokens: Count | None = Field(
         default=None,
         ge=1,
         description="Maximum number of generated tokens per rollout. Not set: unlimited.",
     )
-    max_tool_seconds: float | None = Field(
+    max_tool_seconds: Seconds | None = Field(
         default=None,
         gt=0,
         description="Maximum seconds per attempt in the agent's code and tools, while no call "
@@ -1668,11 +1745,11 @@ MonitorName = Literal["tensorboard", "wandb", "mlflow", "swanlab"]
 class TrainerSection(Section):
     """`trainer.*`"""
 
-    save_interval: int = Field(
+    save_interval: Count = Field(
         default=0, ge=0, description="Steps between checkpoints; 0: only at the end."
     )
     grad_clip: float = Field(default=1.0, gt=0, description="Maximum norm of the gradient.")
-    max_token_len_per_gpu: int | None = Field(
+    max_token_len_per_gpu: Count | None = Field(
         default=None,
         ge=1,
         description="Maximum tokens in a micro-batch; no effect on the gradient. Not set: 2 "
@@ -1683,12 +1760,12 @@ class TrainerSection(Section):
         description="Keep the optimizer state in main memory and compute its step on the CPU. "
         "Affects memory and speed, not the result.",
     )
-    critic_warmup: int = Field(
+    critic_warmup: Count = Field(
         default=0,
         ge=0,
         description="Number of initial steps in which only the critic is trained. For ppo.",
     )
-    max_checkpoints_to_keep: int = Field(
+    max_checkpoints_to_keep: Count = Field(
         default=0,
         ge=0,
         description="Maximum number of checkpoints; older ones are deleted. 0 keeps all.",

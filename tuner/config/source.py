@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -15,8 +16,13 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tuner.encoding import NotText, read_text_file
+from tuner.encoding import NotText, decoded
 from tuner.errors import ConfigError
+
+MOST_BYTES = 2**20
+# Of values whose tag does not fit their text (`!!int abc`, 5,000 digits), PyYAML's constructors
+# raise what they stumble over.
+_NOT_YAML = (yaml.YAMLError, OmegaConfBaseException, ValueError, KeyError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,14 @@ def read_yaml(path: Path) -> YamlFile:
         ConfigError: The file does not exist or is not YAML with keys at the top level.
     """
     try:
-        text = read_text_file(path)
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise ConfigError(
+                f"configuration file {str(path)!r} is larger than {MOST_BYTES // 2**20} MB: put "
+                "data into files of their own, and name them here"
+            )
+        text = decoded(data)
     except FileNotFoundError:
         raise ConfigError(
             f"configuration file {str(path)!r} does not exist (looked in {Path.cwd()})"
@@ -103,13 +116,87 @@ def read_yaml(path: Path) -> YamlFile:
         there = text.splitlines()[line - 1 : line]
         tab = "; indent with spaces, not with tabs" if re.match(r" *\t", "".join(there)) else ""
         raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem}{tab}") from None
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+    except _NOT_YAML as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(tree, DictConfig) or (node is not None and node.tag.endswith(":str")):
         raise ConfigError(f"{path}: expected keys such as `project: ...` at the top level")
     plain = OmegaConf.to_container(tree, resolve=False)
     assert isinstance(plain, dict)
     return YamlFile(path, {str(key): value for key, value in plain.items()}, _lines(node))
+
+
+MOST_INTERPOLATIONS = 10_000
+# A key that is itself computed, `${a.${b}}`, may refer to any value.
+STEPS_OF_A_COMPUTED_KEY = MOST_INTERPOLATIONS // 5
+# `${key}` and `${oc.select:key}`; `next` is another resolver's colon, or the rest of a computed
+# key.
+_REFERENCE = re.compile(
+    r"\$\{\s*(?:oc\.(?:select|deprecated|dict\.(?:keys|values))\s*:\s*)?"
+    r"['\"]?(?P<dots>\.*)(?P<key>[^\s${},:'\"]*)['\"]?\s*(?P<next>:|\$?)"
+)
+
+
+def check_interpolations(tree: Any) -> None:
+    """Refuse interpolations that multiply: `a: ${b}${b}`, `b: ${c}${c}`, and so on.
+
+    OmegaConf resolves the values that a value refers to once for each mention, so their number is
+    counted beforehand, each value once.
+
+    Raises:
+        ConfigError: Names the setting that needs the most.
+    """
+    counts: dict[tuple[str, ...], int] = {}
+    texts: dict[str, int] = {}
+
+    def count(path: tuple[str, ...], value: Any) -> int:
+        if path in counts:
+            return counts[path]
+        counts[path] = 0  # of itself, in a circle
+        if isinstance(value, str):
+            steps = len(value) // 1000
+            for found in _REFERENCE.finditer(value):
+                match found["next"]:
+                    case "":
+                        steps += 1 + count(*_referred(tree, path, found))
+                    case "$":
+                        steps += STEPS_OF_A_COMPUTED_KEY
+            counts[path] = texts[".".join(path)] = steps
+        else:
+            counts[path] = sum(count((*path, key), one) for key, one in _items(value))
+        return counts[path]
+
+    try:
+        total = count((), tree)
+    except RecursionError:  # a chain of hundreds
+        total = sys.maxsize
+    if total > MOST_INTERPOLATIONS:
+        worst = max(texts, key=texts.__getitem__, default="")
+        raise ConfigError(
+            f"{worst or 'the configuration'}: resolving the interpolations (${{...}}) takes more "
+            f"than {MOST_INTERPOLATIONS} steps, most of them here: write the values out"
+        )
+
+
+def _items(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        return [(str(key), one) for key, one in value.items()]
+    return [(str(at), one) for at, one in enumerate(value)] if isinstance(value, list) else []
+
+
+def _referred(
+    tree: Any, path: tuple[str, ...], found: re.Match[str]
+) -> tuple[tuple[str, ...], Any]:
+    """Path and value that an interpolation at `path` refers to, or the last one before a part that
+    is missing or itself an interpolation."""
+    above = len(found["dots"])
+    parts = [part for part in re.split(r"[.\[\]]", found["key"]) if part]
+    there: tuple[str, ...] = ()
+    for part in (*path[: max(0, len(path) - above)], *parts) if above else parts:
+        inside = dict(_items(tree))
+        if part not in inside:
+            break
+        there, tree = (*there, part), inside[part]
+    return there, tree
 
 
 def _lines(node: yaml.Node | None, prefix: str = "") -> dict[str, int]:
@@ -145,10 +232,10 @@ def parse_override(text: str) -> Override:
         check_levels(value)
         node = OmegaConf.from_dotlist([f"value={value}"])
         parsed = OmegaConf.to_container(node, resolve=False)
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+    except _NOT_YAML as error:
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigError(
-            f"override {text!r}: the value does not parse as YAML ({problem}); "
+            f"override {text[:200]!r}: the value does not parse as YAML ({problem}); "
             "quote it if it is text"
         ) from None
     assert isinstance(parsed, dict)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from tuner.errors import TunerError
+from tuner.errors import ConfigError, TunerError
 
 if TYPE_CHECKING:
     from tuner.engines.grammar import Grammars
@@ -21,6 +21,24 @@ class EngineError(TunerError, RuntimeError):
     """The engine failed or was closed before a completion was finished; the cause is chained."""
 
 
+# The lowest temperature but 0: logits divided by less, or their gradients, are not finite.
+COLDEST = 1e-6
+
+
+class SamplingError(ConfigError):
+    """Settings of a completion that define no distribution, or one that the engine cannot sample.
+
+    Args:
+        setting: The field of `SamplingParams`.
+        problem: What is wrong with it, and what is allowed; continues a sentence that begins with
+            the setting.
+    """
+
+    def __init__(self, setting: str, problem: str) -> None:
+        super().__init__(f"sampling: {setting} {problem}")
+        self.setting, self.problem = setting, problem
+
+
 class EngineLostError(EngineError):
     """The process that generated has died or cannot be reached; the message ends with its log."""
 
@@ -30,7 +48,8 @@ class SamplingParams:
     """How one completion is sampled. Recorded with the call, so that training can recompute it.
 
     Attributes:
-        temperature: 0 is greedy: the most probable token, whose log-prob is then 0.
+        temperature: 0 is greedy: the most probable token, whose log-prob is then 0. Otherwise at
+            least 1e-6.
         top_p: Nucleus mass in (0, 1]; 1 keeps every token. Applied after temperature and top_k.
         top_k: Keep the k most probable tokens; -1 keeps every token.
         max_tokens: Upper limit of sampled tokens, at least 1.

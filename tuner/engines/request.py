@@ -21,6 +21,7 @@ from tuner.engines.base import (
     EngineStats,
     FinishReason,
     Generation,
+    SamplingError,
     SamplingParams,
     TokenSink,
 )
@@ -36,7 +37,7 @@ from tuner.engines.sampling import (
     packed_kept,
 )
 from tuner.engines.stop_strings import StopStrings
-from tuner.errors import ConfigError, ContextLengthError
+from tuner.errors import ContextLengthError
 
 P = TypeVar("P", bound="Progress")
 
@@ -228,7 +229,7 @@ class RequestEngine(DescribedEngine):
     ) -> P:
         """Create a request of `kind`, with its `own` fields, after checking ids and settings."""
         if sampling.rare and not self._capabilities.every_setting:
-            raise ConfigError(f"this engine does not support {', '.join(sampling.rare)}")
+            raise SamplingError(sampling.rare[0], "is not supported by this engine")
         prompt, longest = list(prompt_ids), self._capabilities.max_model_len
         if len(prompt) >= longest:
             raise ContextLengthError(

@@ -27,9 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tuner.engines.base import SamplingParams
+from tuner.engines.base import COLDEST, SamplingError, SamplingParams
 from tuner.engines.grammar import to_device
-from tuner.errors import ConfigError
 
 _TWO = "from -2 to 2"
 
@@ -38,20 +37,30 @@ def check_sampling(sampling: SamplingParams) -> None:
     """Reject settings that define no distribution.
 
     Raises:
-        ConfigError: Names the setting, its value and what is allowed.
+        SamplingError: Names the setting, its value and what is allowed.
     """
     rules = (
         ("max_tokens", sampling.max_tokens, sampling.max_tokens >= 1, "at least 1"),
-        ("temperature", sampling.temperature, 0 <= sampling.temperature < math.inf, "0 or more"),
+        (
+            "temperature",
+            sampling.temperature,
+            sampling.temperature == 0 or COLDEST <= sampling.temperature < math.inf,
+            f"0, or {COLDEST:g} or more",
+        ),
         ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "in (0, 1]"),
-        ("top_k", sampling.top_k, sampling.top_k == -1 or sampling.top_k >= 1, "-1 or at least 1"),
+        (
+            "top_k",
+            sampling.top_k,
+            sampling.top_k == -1 or 1 <= sampling.top_k < 2**31,
+            "-1 or at least 1",
+        ),
         ("top_logprobs", sampling.top_logprobs, 0 <= sampling.top_logprobs <= 20, "0 to 20"),
         ("min_p", sampling.min_p, 0 <= sampling.min_p <= 1, "in [0, 1]"),
         (
             "repetition_penalty",
             sampling.repetition_penalty,
-            0 < sampling.repetition_penalty < math.inf,
-            "above 0",
+            0.01 <= sampling.repetition_penalty <= 100,
+            "from 0.01 to 100",
         ),
         ("presence_penalty", sampling.presence_penalty, abs(sampling.presence_penalty) <= 2, _TWO),
         (
@@ -70,9 +79,9 @@ def check_sampling(sampling: SamplingParams) -> None:
     )
     for name, value, allowed, wanted in rules:
         if not allowed:
-            raise ConfigError(f"sampling: {name} is {value!r}, but must be {wanted}")
+            raise SamplingError(name, f"is {value!r}, but must be {wanted}")
     if "" in sampling.stop:
-        raise ConfigError("sampling: stop contains an empty string, which would stop at once")
+        raise SamplingError("stop", "contains an empty string, which would stop at once")
 
 
 def sampled_logprobs(

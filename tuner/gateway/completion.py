@@ -22,7 +22,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tuner.engines.base import Engine, Generation, SamplingParams
+from tuner.engines.base import Engine, Generation, SamplingError, SamplingParams
 from tuner.engines.grammar_text import GrammarError
 from tuner.errors import ContextLengthError
 from tuner.gateway.conversations import Prompt
@@ -520,6 +520,8 @@ class Completion:
             raise RequestError(
                 f"{error}: simplify the schemas", path=self.request.constraints.path
             ) from error
+        except SamplingError as error:  # of the request, or of the session's defaults
+            raise RequestError(f" {error.problem}", path=(error.setting,), begins=True) from error
 
     async def _generate(self) -> list[Generation]:
         """One generation for each choice; if one fails the others are cancelled."""

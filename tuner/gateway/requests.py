@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from tuner.engines.base import EngineCapabilities, Generation, SamplingParams
+from tuner.engines.base import COLDEST, EngineCapabilities, Generation, SamplingParams
 from tuner.gateway.families.grammars import AUTO, AnswerSchema, Constraints, ToolChoice
 from tuner.gateway.families.parsing import ParsedMessage, is_object, refuse_constant
 from tuner.gateway.families.renderer import LONG, ChatRenderer, is_long
@@ -189,12 +189,23 @@ def top_k(at: Path, value: Any) -> int:
     return result if result > 0 else -1  # vLLM writes "every token" as 0 or -1
 
 
+def temperature(high: float) -> Reader:
+    """0, or a number from 1e-6 to `high`; less than 1e-6 is 0, as clients write it."""
+    read = number(0, high)
+
+    def of(at: Path, value: Any) -> float:
+        found: float = read(at, value)
+        return found if found >= COLDEST else 0.0
+
+    return of
+
+
 def logit_bias(at: Path, value: Any) -> dict[int, float]:
     """Values added to the logits of single tokens, by token id."""
     read = number(-100, 100)
     bias = {}
     for key, one in object_field(at, value).items():
-        if not (key.isascii() and key.isdigit()):
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
             raise wrong((*at, key), "is not a token id: name tokens by their ids")
         bias[int(key)] = read((*at, key), one)
     return bias
@@ -460,20 +471,39 @@ def stream_options(at: Path, value: Any) -> bool:
     return boolean((*at, "include_usage"), options.get("include_usage") or False)
 
 
+# No schema or task needs more, and what is recorded can be read back.
+MAX_DEPTH = 128
+# Longer bodies are not searched for the field of a number that cannot be read.
+LONG_NUMBERED = 2**20
+
+
 def json_object(body: bytes) -> dict[str, Any]:
-    """Parse the JSON object in `body`."""
+    """Parse the JSON object in `body`, which may be nested `MAX_DEPTH` levels deep."""
     try:
         # Decoded here: `json.loads` reads bytes that are not UTF-8, and other encodings.
-        fields = json.loads(
-            body.decode("utf-8-sig"), parse_constant=refuse_constant, parse_float=_finite_number
-        )
+        text = body.decode("utf-8-sig")
+        fields = json.loads(text, parse_constant=refuse_constant, parse_float=_finite_number)
     except RecursionError:
-        raise FieldError("the body is nested too deeply to be parsed") from None
+        raise _too_deep() from None
     except ValueError as error:
-        raise FieldError(f"the body is not valid JSON: {error}") from None
+        raise _unreadable(body, error) from None
     if not isinstance(fields, dict):
         raise FieldError(f"the body must be a JSON object, not {kind(fields)}")
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _depth_is_over(fields, MAX_DEPTH):
+        raise _too_deep()
     return fields
+
+
+def _too_deep() -> FieldError:
+    return FieldError(f"the body is nested more than {MAX_DEPTH} levels deep: flatten it")
+
+
+def _depth_is_over(value: Any, most: int) -> bool:
+    level = [value]
+    for _ in range(most):
+        inside = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [one for some in inside for one in some if isinstance(one, dict | list)]
+    return bool(level)
 
 
 def _finite_number(text: str) -> float:
@@ -481,6 +511,46 @@ def _finite_number(text: str) -> float:
     if math.isinf(value):
         raise ValueError(f"{shown(text)} is too large for a number")
     return value
+
+
+class _NoNumber(str):
+    """The text of a number that is not finite, or has thousands of digits."""
+
+
+def _unreadable(body: bytes, error: ValueError) -> FieldError:
+    """The error of a body that cannot be parsed; names the field if only a number is wrong."""
+
+    def number_or_text(read: Callable[[str], Any]) -> Callable[[str], Any]:
+        def parse(text: str) -> Any:
+            try:
+                return read(text)
+            except ValueError:
+                return _NoNumber(text)
+
+        return parse
+
+    try:
+        if len(body) > LONG_NUMBERED:
+            raise error
+        fields = json.loads(
+            body.decode("utf-8-sig"),
+            parse_constant=_NoNumber,
+            parse_float=number_or_text(_finite_number),
+            parse_int=number_or_text(int),
+        )
+    except (ValueError, RecursionError):
+        return FieldError(f"the body is not valid JSON: {error}")
+    if not isinstance(fields, dict):
+        return FieldError(f"the body must be a JSON object, not {kind(fields)}")
+    places: list[tuple[Path, Any]] = [((), fields)]
+    for at, value in places:
+        inside = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, one in inside:
+            if isinstance(one, _NoNumber):
+                return wrong((*at, key), f"is {shown(one)[1:-1]}: it must be a finite number")
+            if isinstance(one, dict | list):
+                places.append(((*at, key), one))
+    return FieldError(f"the body is not valid JSON: {error}")
 
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
+from tuner.config.schema import Count, Temperature, TopKNumber
 from tuner.gateway.request_error import RequestError
 from tuner.serving.asking import CallInfo, ServedModels, SessionInfo
 from tuner.serving.routing import (
@@ -43,20 +44,26 @@ class RequestBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class SessionLimitsBody(RequestBody):
+class NumbersBody(RequestBody):
+    """Fields that are numbers; texts and booleans in their place are rejected."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class SessionLimitsBody(NumbersBody):
     """Limits of a session; missing fields are taken from the configuration."""
 
-    calls: int | None = Field(default=None, ge=1)
-    tokens: int | None = Field(default=None, ge=1)
+    calls: Count | None = Field(default=None, ge=1)
+    tokens: Count | None = Field(default=None, ge=1)
 
 
-class SamplingBody(RequestBody):
+class SamplingBody(NumbersBody):
     """Sampling settings for a session's requests that do not set them."""
 
-    temperature: float | None = Field(default=None, ge=0, le=2)
+    temperature: Temperature | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1)
-    max_tokens: int | None = Field(default=None, ge=1)
+    top_k: TopKNumber | None = None
+    max_tokens: Count | None = Field(default=None, ge=1)
 
 
 class OpenSession(RequestBody):

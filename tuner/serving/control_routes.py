@@ -6,15 +6,18 @@ Everything needs a key except `/healthz`, and `/metrics` from this machine.
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Header, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from tuner.gateway.request_error import RequestError, dotted
+from tuner.gateway.requests import json_object
 from tuner.serving.asking import (
     ApplicationKey,
     CallList,
@@ -56,6 +59,7 @@ class ErrorResponse(BaseModel):
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse, "description": what}
     for status, what in {
+        400: "The body is not JSON, or nested too deeply.",
         401: "The key is missing, unknown, or that of another session.",
         403: "The key may not do this.",
         404: "There is no such session, call or application.",
@@ -66,7 +70,22 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
     }.items()
 }
 
-router = APIRouter(prefix="/tuner/v1", responses=_REFUSALS)
+
+class _JsonRoute(APIRoute):
+    """Reads bodies as the gateway does: FastAPI has no bounds of depth and of numbers."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def read_first(request: Request) -> Response:
+            if body := await request.body():
+                json_object(body)
+            return await handle(request)
+
+        return read_first
+
+
+router = APIRouter(prefix="/tuner/v1", responses=_REFUSALS, route_class=_JsonRoute)
 beside = APIRouter()
 _bearer = HTTPBearer(auto_error=False, description="The admin's key, an application's, a session's")
 
@@ -124,7 +143,7 @@ async def list_sessions(
     application: str | None = None,
     tag: str | None = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-    after: str = "",
+    after: Annotated[str, Query(pattern=r"^(s-[0-9a-f]{24})?$")] = "",
 ) -> Page:
     """Sessions in the order in which they were opened; an application sees its own."""
     if caller.session is not None:

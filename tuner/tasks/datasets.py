@@ -184,7 +184,7 @@ MAIN_SUBSETS = ("default", "main")
 class PublicSettings(BaseModel):
     """Base of the settings given in Python: unknown fields are rejected, as in the file."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
     # Type checkers see pydantic's own constructor, with the fields as parameters.
     if not TYPE_CHECKING:

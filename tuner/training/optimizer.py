@@ -158,11 +158,12 @@ class MasterAdamW:
         """One step, unless it would spoil the weights; the gradients are cleared.
 
         Args:
-            what: Name of the loss, for the message.
-            setting: Key of the learning rate, for the message.
+            what: Step and name of the loss, for the message.
+            setting: Key of the setting that is probably too large, for the message.
 
         Raises:
-            TrainingError: Loss or gradient is not finite; the weights are unchanged.
+            TrainingError: Loss or gradient is not finite, and the weights are unchanged; or the
+                step has made weights that are not finite.
         """
         if not (math.isfinite(grad_norm) and math.isfinite(loss)):
             self.zero_grad()
@@ -172,6 +173,15 @@ class MasterAdamW:
             )
         self.step()
         self.zero_grad()
+        if not self.finite():
+            raise TrainingError(
+                f"{what} {loss} with gradient norm {grad_norm} has made weights that are not "
+                f"finite, which are not saved; lower {setting}"
+            )
+
+    def finite(self) -> bool:
+        """Whether the norm of the weights is finite; reads them once, a tenth of a step's time."""
+        return bool(nn.utils.get_total_norm(self._parameters).isfinite())
 
     def state_dict(self) -> dict[str, Any]:
         """State for `load_state_dict`; `torch.load` reads it with `weights_only`."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -123,11 +124,17 @@ class Critic:
         return self._forward.by_row(batch.rows, budget, self._values)
 
     def update(
-        self, batch: Batch, old: Sequence[Tensor], returns: Sequence[Tensor]
+        self,
+        batch: Batch,
+        old: Sequence[Tensor],
+        returns: Sequence[Tensor],
+        *,
+        what: str = "the critic's loss",
     ) -> dict[str, float]:
         """One optimizer step on the whole batch.
 
         Args:
+            what: Name of the loss, for messages.
             old: Values at the start of the step, N tensors [T_row].
             returns: Targets of the values, N tensors [T_row].
 
@@ -138,7 +145,7 @@ class Critic:
                 norm.
 
         Raises:
-            TrainingError: Loss or gradient is not finite; the weights are unchanged.
+            TrainingError: See `MasterAdamW.step_if_finite`.
         """
         losses, clips = self._forward.room.fitting(partial(self._gradients, batch, old, returns))
         norm = self.optimizer.clip_grad_norm(self._config.trainer.grad_clip)
@@ -148,9 +155,7 @@ class Critic:
             .double()
             .tolist()
         )
-        self.optimizer.step_if_finite(
-            "the critic's loss", total, grad_norm, setting="tuner.critic.lr"
-        )
+        self.optimizer.step_if_finite(what, total, grad_norm, setting="tuner.critic.lr")
         return {
             "value_loss": total,
             "value_clip_fraction": clipped / batch.trained_tokens,
@@ -517,16 +522,15 @@ class PolicyTrainer:
             during its warmup there are no others.
 
         Raises:
-            TrainingError: The batch is empty, or loss or gradient is not finite; the weights are
-                then
-                those before that update.
+            TrainingError: The batch is empty, or see `MasterAdamW.step_if_finite`.
         """
         if not scored.batch.rows:
             raise TrainingError("a batch without a trainable token cannot be trained")
         metrics: dict[str, float] = {}
         if self.critic is not None:
+            what = f"step {self.step + 1}: the critic's loss"
             for _ in range(self.config.tuner.algorithm.updates):
-                metrics = self.critic.update(scored.batch, scored.values, scored.returns)
+                metrics = self.critic.update(scored.batch, scored.values, scored.returns, what=what)
         if self.critic is None or self.step >= self.config.trainer.critic_warmup:
             metrics |= self._update_policy(scored)
         self.step += 1
@@ -577,7 +581,8 @@ class PolicyTrainer:
         # (sum w)^2 / (T sum w^2) over T tokens, from the means of w and w^2.
         mean, of_squares = metrics.pop("importance"), metrics.pop("importance_squared")
         metrics["effective_sample_size"] = mean**2 / of_squares
-        self._apply(metrics["loss"], metrics["grad_norm"])
+        of_terms = math.isfinite(metrics["policy_loss"]) and not math.isfinite(metrics["loss"])
+        self._apply(metrics["loss"], metrics["grad_norm"], of_terms=of_terms)
         return {**metrics, "micro_batches": len(largest), "lr": self.lr}
 
     def _gradients(
@@ -628,7 +633,7 @@ class PolicyTrainer:
             Loss, mean entropy of the tokens, gradient norm and learning rate.
 
         Raises:
-            TrainingError: Loss or gradient is not finite; the weights are unchanged.
+            TrainingError: See `MasterAdamW.step_if_finite`.
         """
         sums = self._forward.room.fitting(partial(self._likelihood_gradients, rows, weights_N))
         norm = self.optimizer.clip_grad_norm(self.config.trainer.grad_clip)
@@ -656,9 +661,14 @@ class PolicyTrainer:
             sums.append(torch.stack([loss.detach(), current.entropy_T.detach().sum()]))
         return sums
 
-    def _apply(self, loss: float, grad_norm: float) -> None:
-        what = f"step {self.step + 1}: loss"
-        self.optimizer.step_if_finite(what, loss, grad_norm, setting="algorithm.optimizer.lr")
+    def _apply(self, loss: float, grad_norm: float, *, of_terms: bool = False) -> None:
+        """One optimizer step; with `of_terms` it is the KL or the entropy term that spoils it."""
+        setting = "algorithm.optimizer.lr"
+        if of_terms:
+            setting = "algorithm.kl_loss_fn_args.kl_coef, entropy_loss_fn_args.entropy_coef"
+        self.optimizer.step_if_finite(
+            f"step {self.step + 1}: loss", loss, grad_norm, setting=setting
+        )
 
     def _micro_batches(self, batch: Batch) -> list[list[int]]:
         cuts = self._forward.micro_batches(batch.rows, self.config.trainer.micro_batch_tokens)
@@ -694,7 +704,16 @@ class PolicyTrainer:
 
         The optimizer state includes the master weights; weights of lower precision are rounded from
         them.
+
+        Raises:
+            TrainingError: A weight is not finite.
         """
+        parts = (self.optimizer, self.critic.optimizer if self.critic is not None else None)
+        if not all(part.finite() for part in parts if part is not None):
+            raise TrainingError(
+                f"the weights of step {self.step} are not finite, so they are not saved: start "
+                "from an earlier checkpoint with a lower algorithm.optimizer.lr"
+            )
         state = {"optimizer": self.optimizer.state_dict(), "step": self.step}
         if self.critic is not None:
             state["critic"] = self.critic.state_dict()

@@ -29,6 +29,7 @@ from tuner.engines.base import (
     EngineError,
     EngineLostError,
     FinishReason,
+    SamplingError,
     SamplingParams,
 )
 from tuner.engines.grammar_text import with_head
@@ -40,7 +41,6 @@ from tuner.engines.servers import (
     finite_logprob,
     most_probable,
 )
-from tuner.errors import ConfigError
 
 # Translation of our sampling settings to SGLang's, and of SGLang's chunks to ours.
 #
@@ -68,19 +68,20 @@ def check_for_sglang(sampling: SamplingParams) -> None:
     """Reject settings that define no distribution, or that SGLang interprets differently.
 
     Raises:
-        ConfigError: Names the setting, its value and what is allowed.
+        SamplingError: Names the setting, its value and what is allowed.
     """
     check_sampling(sampling)
     if 0 < sampling.temperature < _LOWEST:
-        raise ConfigError(
-            f"sampling: temperature is {sampling.temperature!r}, which SGLang would treat as 0; "
-            f"set it to 0, or to {_LOWEST} or more"
+        raise SamplingError(
+            "temperature",
+            f"is {sampling.temperature!r}, which SGLang would treat as 0; set it to 0, or to "
+            f"{_LOWEST} or more",
         )
     if sampling.temperature > 0 and sampling.top_k > 0 and sampling.top_p < 1:
-        raise ConfigError(
-            f"sampling: top_k is {sampling.top_k} and top_p is {sampling.top_p}; SGLang applies "
-            "both to the whole distribution, but top_p must apply to what top_k keeps; set only "
-            "one of them"
+        raise SamplingError(
+            "top_k",
+            f"is {sampling.top_k} and top_p is {sampling.top_p}; SGLang applies both to the whole "
+            "distribution, but top_p must apply to what top_k keeps; set only one of them",
         )
 
 

@@ -27,11 +27,17 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal
 
-from tuner.engines.base import FINISH_REASONS, EngineError, EngineLostError, SamplingParams
+from tuner.engines.base import (
+    FINISH_REASONS,
+    EngineError,
+    EngineLostError,
+    SamplingError,
+    SamplingParams,
+)
 from tuner.engines.grammar_text import with_head
 from tuner.engines.sampling import check_sampling
 from tuner.engines.servers import SampledTokens, Weights, finite_logprob, most_probable
-from tuner.errors import ConfigError, MissingDependencyError, pip_install
+from tuner.errors import MissingDependencyError, pip_install
 
 if TYPE_CHECKING:
     import vllm
@@ -63,17 +69,18 @@ def check_for_vllm(sampling: SamplingParams) -> None:
     """Reject settings that define no distribution, or that vLLM would change.
 
     Raises:
-        ConfigError: Names the setting, its value and what is allowed.
+        SamplingError: Names the setting, its value and what is allowed.
     """
     check_sampling(sampling)
     if sampling.temperature > _HIGHEST:
-        raise ConfigError(
-            f"sampling: temperature is {sampling.temperature!r}, and vLLM takes {_HIGHEST} at most"
+        raise SamplingError(
+            "temperature", f"is {sampling.temperature!r}, and vLLM takes {_HIGHEST} at most"
         )
     if 0 < sampling.temperature < _LOWEST:
-        raise ConfigError(
-            f"sampling: temperature is {sampling.temperature!r}, which vLLM would treat as "
-            f"{_LOWEST}; set it to 0, or to {_LOWEST} or more"
+        raise SamplingError(
+            "temperature",
+            f"is {sampling.temperature!r}, which vLLM would treat as {_LOWEST}; set it to 0, or to "
+            f"{_LOWEST} or more",
         )
 
 

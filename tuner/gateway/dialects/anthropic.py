@@ -33,6 +33,7 @@ from tuner.gateway.requests import (
     read_fields,
     string,
     strings_that_end,
+    temperature,
     top_k,
     with_effort,
     without_effect,
@@ -461,7 +462,7 @@ MESSAGES_FIELDS: dict[str, Reader] = {
     **COUNT_FIELDS,
     # Supported.
     "max_tokens": integer(1),
-    "temperature": number(0, 1),
+    "temperature": temperature(1),
     "top_p": number(0, 1, above=True),
     "top_k": top_k,
     "stop_sequences": partial(strings_that_end, most=_MAX_STOP_SEQUENCES),

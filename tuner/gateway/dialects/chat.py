@@ -37,6 +37,7 @@ from tuner.gateway.requests import (
     stop_strings,
     stream_options,
     string,
+    temperature,
     token_ids,
     top_k,
     with_effort,
@@ -168,7 +169,7 @@ _IN_TEMPLATE = "keywords of the chat template belong in chat_template_kwargs (ex
 # Supported if the engine supports them.
 RARE_FIELDS: dict[str, Reader] = {
     "min_p": number(0, 1),
-    "repetition_penalty": number(0, 10, above=True),
+    "repetition_penalty": number(0.01, 10),
     "presence_penalty": number(-2, 2),
     "frequency_penalty": number(-2, 2),
     "logit_bias": logit_bias,
@@ -179,7 +180,7 @@ RARE_FIELDS: dict[str, Reader] = {
 SHARED_FIELDS: dict[str, Reader] = {
     # Supported.
     "model": string,
-    "temperature": number(0, 2),
+    "temperature": temperature(2),
     "top_p": number(0, 1, above=True),
     "top_k": top_k,
     "n": integer(1, MAX_CHOICES),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tuner.engines.base import Generation
+from tuner.engines.base import Generation, SamplingError
 from tuner.gateway.completion import Completion
 from tuner.gateway.dialects.chat import SHARED_FIELDS, ChatExchange, reported, usage
 from tuner.gateway.families.parsing import Delta
@@ -205,7 +205,7 @@ async def complete_tokens(
     Raises:
         RequestError: The session was sealed or has reached its limits, or the prompt has an unknown
             id or leaves no room for an answer.
-        ConfigError: A sampling setting is out of its range.
+        SamplingError: A sampling setting is out of its range.
         EngineError: The engine failed.
     """
     service, ids = session.service, tuple(prompt_ids)
@@ -234,6 +234,11 @@ async def complete_tokens(
     async def answer() -> tuple[Generation, ...]:
         completion = Completion(session, role, request, dialect="completions", prefix="cmpl-")
         await completion.begin()
-        return tuple(choice.generation for choice in (await completion.answer()).choices)
+        try:
+            return tuple(choice.generation for choice in (await completion.answer()).choices)
+        except RequestError as error:
+            if isinstance(error.__cause__, SamplingError):  # of the arguments, not of a request
+                raise error.__cause__ from None
+            raise
 
     return await session.at_home(answer())
