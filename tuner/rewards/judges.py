@@ -11,10 +11,11 @@ import asyncio
 import json
 import logging
 import re
-import string
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from decimal import Decimal
+from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tuner.errors import FunctionError, MissingDependencyError, RewardError, pip_install
@@ -37,34 +38,132 @@ if TYPE_CHECKING:
 # Scores of an answer as text: plain functions of texts, each between 0 and 1.
 
 
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
-# A sign, a decimal point or a fraction bar: without it the number is another one.
-_IN_NUMBERS = re.compile(r"(?<![\w.])-(?=\.?\d)|(?<![^\W\d])[./:](?=\d)")
-_KEPT = {"-": "\ue000", ".": "\ue001", "/": "\ue002", ":": "\ue003"}
-_BACK = str.maketrans({kept: sign for sign, kept in _KEPT.items()})
+_QUOTES = str.maketrans("‘’‚‛′´“”„‟«»″。、", "'" * 6 + '"' * 7 + ".,")
+_RAISED = re.compile("[⁰¹²³⁴-⁹⁺⁻]+")
+# Forms of a code point that mean the same; ² and ½ are others, and have their own spelling.
+_SAME = {"<wide>", "<narrow>", "<compat>", "<font>", "<noBreak>", "<square>", "<sub>"}
+
+
+def _folded(text: str) -> str:
+    """The text with one spelling for what Unicode has several of: composed and decomposed letters,
+    widths, dashes, quotes, spaces, superscripts (^2) and fractions (1/2)."""
+    if text.isascii():
+        return text
+    said = unicodedata.normalize("NFC", text).translate(_QUOTES)
+    said = _RAISED.sub(lambda raised: "^" + unicodedata.normalize("NFKC", raised[0]), said)
+    return unicodedata.normalize("NFC", "".join(map(_plain, said))).replace("−", "-")
+
+
+@cache
+def _plain(char: str) -> str:
+    if char.isascii():
+        return char
+    category, form = unicodedata.category(char), unicodedata.decomposition(char).split(" ")[0]
+    if form == "<fraction>":
+        return " " + unicodedata.normalize("NFKC", char).replace("⁄", "/")
+    if form in _SAME:
+        return unicodedata.normalize("NFKC", char)
+    if category == "Pd":
+        return "-"
+    if category == "Cf":  # zero-width characters
+        return ""
+    return " " if category[0] in "PZ" and char not in "‰‱" else char
+
+
+_LETTER = r"[^\W\d_]"
+_GROUPED = re.compile(r"(?<![\w.,])\d{1,3}(?:,\d{3})+(?![\w,]|\.\d+,\d)")
+_DECIMAL = re.compile(r"(\d+)(?:\.(\d+))?(?:[eE]([+-]?\d{1,9}))?|\.(\d+)(?:[eE]([+-]?\d{1,9}))?")
+_IN_WORD = re.compile(rf"(?<![\w.])(?:{_DECIMAL.pattern})(?![\w]|\.\w)")
+_LIST = ".-#*_:;,?!\"'`()[]{}…"
+# Scripts without spaces between words: each character is compared as one.
+_UNSPACED = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
+    "\U00020000-\U0003ffff]"
+)
+# What is removed around and between words, in order. Between numbers, single letters and signs it
+# counts: 5-10, x>y, [0,1), f'(x), C++.
+_STEPS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), new)
+    for pattern, new in (
+        # Quotes, emphasis and formulas: pairs around something.
+        *[(r"(?<!\w)(\*\*|__|[$*_`\"'])(?=[^\s$])(.{1,500}?)(?<=\S)\1(?!\w)", r"\2")] * 2,
+        (r"^\(([^()]*)\)(?=[.!?]?$)", r"\1"),
+        (r"(?<!\S)\((\w+)\)(?![^\s.,;:?!])", r"\1"),
+        (r"(?<!\w)\$ ?(?=\.?\d)|(?<![\w)\]])\+(?=\.?\d)", ""),
+        # Spaces around operators.
+        (r"(?<=[\w)\]%]) *([=<>≤≥≠^*/+]|(?<= )-(?= )) *(?=[\w(\[.-])", r"\1"),
+        (r"(?<=\d) +%", "%"),
+        (r"[,;]|(?<!\d):|:(?!\d)", " "),
+        (rf"[(\[{{](?={_LETTER}{{2}})|(?<={_LETTER}{_LETTER})[)\]}}]", " "),
+        (rf"(?<={_LETTER})'(?={_LETTER})", ""),
+        (rf"(?<!{_LETTER}{_LETTER})(?<={_LETTER})\.(?={_LETTER}(?!\w))", ""),  # U.S.
+    )
+)
+_HYPHEN = re.compile(rf"(?<=[^\W_])-(?={_LETTER}{{2}})|(?<={_LETTER}{_LETTER})-(?=\w)")
+_AROUND = re.compile(
+    rf"^(?:\.\.+|[?:\"'`]+)|(?:[.:?`]|(?<={_LETTER}{_LETTER})[!'\"]|(?<=[.?!])[!'\"])+$"
+)
 
 
 def normalized(text: str) -> str:
-    """The text in lower case without punctuation, articles and extra spaces, as SQuAD's evaluation
-    compares answers (arXiv 1606.05250). Numbers keep sign and decimal point, and a text of articles
-    alone, such as the answer "A", is kept."""
-    said = _IN_NUMBERS.sub(lambda found: _KEPT[found[0]], text.lower())
-    said = said.translate(_PUNCTUATION).translate(_BACK)
-    return " ".join(_ARTICLES.sub(" ", said).split() or said.split())
+    """The words of a text as `exact_match` compares them: one case, one spelling of numbers and
+    Unicode, no articles and no punctuation around words."""
+    return " ".join(_words(text, hyphen=""))
+
+
+def _words(text: str, *, hyphen: str) -> list[str]:
+    """The words, with this in place of a hyphen inside one."""
+    folded = _folded(text).casefold().strip()
+    said = _GROUPED.sub(lambda number: number[0].replace(",", ""), folded)
+    for pattern, new in _STEPS:
+        said = pattern.sub(new, said)
+    said = _UNSPACED.sub(r" \g<0> ", _HYPHEN.sub(hyphen, said))
+    words = [_IN_WORD.sub(_shortest, _AROUND.sub("", word)) for word in said.split()]
+    words = [word for word in words if word.strip(_LIST)] or folded.split()
+    # An article has a word after it; the answer "A", and "hepatitis A", have none.
+    kept = [
+        word
+        for word, after in zip(words, [*words[1:], ""], strict=False)
+        if word != "the" and not (word in ("a", "an") and len(after) > 1)
+    ]
+    return kept or words
+
+
+def _shortest(number: re.Match[str]) -> str:
+    """7 for 7.0, and 0.00001 for 1e-5; 007 is no number and stays."""
+    if re.match(r"0\d", number[0]):
+        return number[0]
+    value = Decimal(number[0])
+    exact = Context(prec=max(len(number[0]), 1), Emax=MAX_EMAX, Emin=MIN_EMIN)
+    value = value.normalize(exact)
+    return f"{value:f}" if abs(value.adjusted()) < 30 else str(value)
 
 
 def exact_match(answer: str, truth: str) -> float:
-    """1.0 if both are equal after normalization, else 0.0."""
-    return float(normalized(answer) == normalized(truth))
+    """1.0 if both are the same words, else 0.0.
+
+    As in SQuAD's evaluation (arXiv 1606.05250), case, articles, spaces, quotes, emphasis and the
+    punctuation around words do not count, nor do hyphens and apostrophes inside words. Unlike
+    there, signs count wherever they tell answers apart, between and after numbers, single letters
+    and symbols: 5-10 is not 510, C++ not C, 50% not 50, x>y not x<y. Numbers are equal by value (7
+    and 7.0, 1,000 and 1000, 1e-5 and 0.00001, $5 and 5), unless they begin with a zero like 007.
+    Spellings of Unicode are one: composed and decomposed letters, full width, minus signs, dashes
+    and quotes.
+    """
+    return float(any(_words(answer, hyphen=h) == _words(truth, hyphen=h) for h in ("", " ")))
 
 
 def f1(answer: str, truth: str) -> float:
     """The harmonic mean of precision and recall of the answer's words (arXiv 1606.05250).
 
-    Words count as often as they occur. An answer without words is right only if the truth has none.
+    Words are compared as by `exact_match` and count as often as they occur. In scripts without
+    spaces between words, such as Chinese, Japanese and Thai, each character is a word. An answer
+    without words is right only if the truth has none.
     """
-    said, wanted = normalized(answer).split(), normalized(truth).split()
+    return max(_f1(_words(answer, hyphen=h), _words(truth, hyphen=h)) for h in ("", " "))
+
+
+def _f1(said: list[str], wanted: list[str]) -> float:
     if not said or not wanted:
         return float(said == wanted)
     common = (Counter(said) & Counter(wanted)).total()
