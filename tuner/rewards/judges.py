@@ -77,7 +77,7 @@ _LETTER = r"[^\W\d_]"
 _GROUPED = re.compile(r"(?<![\w.,])\d{1,3}(?:,\d{3})+(?![\w,]|\.\d+,\d)")
 _DECIMAL = re.compile(r"(\d+)(?:\.(\d+))?(?:[eE]([+-]?\d{1,9}))?|\.(\d+)(?:[eE]([+-]?\d{1,9}))?")
 _IN_WORD = re.compile(rf"(?<![\w.])(?:{_DECIMAL.pattern})(?![\w]|\.\w)")
-_LIST = ".-#*_:;,?!\"'`()[]{}…"
+_MARKS_ALONE = ".-:;,?!\"'`()[]{}"
 # Scripts without spaces between words: each character is compared as one.
 _UNSPACED = re.compile(
     "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
@@ -88,10 +88,12 @@ _UNSPACED = re.compile(
 _STEPS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), new)
     for pattern, new in (
+        (r"^(?:#+|\*) +", ""),  # a heading, an item of a list
         # Quotes, emphasis and formulas: pairs around something.
         *[(r"(?<!\w)(\*\*|__|[$*_`\"'])(?=[^\s$])(.{1,500}?)(?<=\S)\1(?!\w)", r"\2")] * 2,
         (r"^\(([^()]*)\)(?=[.!?]?$)", r"\1"),
         (r"(?<!\S)\((\w+)\)(?![^\s.,;:?!])", r"\1"),
+        (rf"(?<!\S)({_LETTER})\)(?!\S)", r"\1"),
         (r"(?<!\w)\$ ?(?=\.?\d)|(?<![\w)\]])\+(?=\.?\d)", ""),
         # Spaces around operators.
         (r"(?<=[\w)\]%]) *([=<>≤≥≠^*/+]|(?<= )-(?= )) *(?=[\w(\[.-])", r"\1"),
@@ -122,7 +124,7 @@ def _words(text: str, *, hyphen: str) -> list[str]:
         said = pattern.sub(new, said)
     said = _UNSPACED.sub(r" \g<0> ", _HYPHEN.sub(hyphen, said))
     words = [_IN_WORD.sub(_shortest, _AROUND.sub("", word)) for word in said.split()]
-    words = [word for word in words if word.strip(_LIST)] or folded.split()
+    words = [word for word in words if word.strip(_MARKS_ALONE)] or folded.split()
     # An article has a word after it; the answer "A", and "hepatitis A", have none.
     kept = [
         word
@@ -143,26 +145,12 @@ def _shortest(number: re.Match[str]) -> str:
 
 
 def exact_match(answer: str, truth: str) -> float:
-    """1.0 if both are the same words, else 0.0.
-
-    As in SQuAD's evaluation (arXiv 1606.05250), case, articles, spaces, quotes, emphasis and the
-    punctuation around words do not count, nor do hyphens and apostrophes inside words. Unlike
-    there, signs count wherever they tell answers apart, between and after numbers, single letters
-    and symbols: 5-10 is not 510, C++ not C, 50% not 50, x>y not x<y. Numbers are equal by value (7
-    and 7.0, 1,000 and 1000, 1e-5 and 0.00001, $5 and 5), unless they begin with a zero like 007.
-    Spellings of Unicode are one: composed and decomposed letters, full width, minus signs, dashes
-    and quotes.
-    """
+    """1.0 if both are the same words, else 0.0; `exact_judge` says which are."""
     return float(any(_words(answer, hyphen=h) == _words(truth, hyphen=h) for h in ("", " ")))
 
 
 def f1(answer: str, truth: str) -> float:
-    """The harmonic mean of precision and recall of the answer's words (arXiv 1606.05250).
-
-    Words are compared as by `exact_match` and count as often as they occur. In scripts without
-    spaces between words, such as Chinese, Japanese and Thai, each character is a word. An answer
-    without words is right only if the truth has none.
-    """
+    """The harmonic mean of precision and recall of the answer's words, as `f1_judge` says."""
     return max(_f1(_words(answer, hyphen=h), _words(truth, hyphen=h)) for h in ("", " "))
 
 
@@ -192,7 +180,7 @@ _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(?:\.\d+)?|\.\d+"
 _TENS = r"\s?(?:\*|×|\\times|\\cdot)\s?10\s?\^\s?\{?(-?\d+)\}?"
 _ONE = (
     rf"(?:\d+(?:_\d+)+|{_DIGITS})"
-    rf"(?:[eE][+-]?\d+(?![\w.])|{_TENS.replace('(-', '(?:-')}|\^\{{?-?\d+\}}?)?"
+    rf"(?:[eE][+-]?\d+(?!\w|\.\d)|{_TENS.replace('(-', '(?:-')}|\^\{{?-?\d+\}}?)?"
 )
 # A number with what belongs to it: 1 1/2, 50%, 1e-5, 3*10^5, 12:30, 5-10, 1,2, 2023-05-01.
 NUMBER = re.compile(
@@ -219,17 +207,10 @@ def final_answer(text: str) -> str:
 
 
 def math_equal(answer: str, truth: str) -> float:
-    r"""1.0 if two answers are the same number, expression or text, else 0.0.
+    """1.0 if two answers are the same number, expression or text, else 0.0; `math_judge` says which
+    are.
 
-    Numbers are equal by value, however they are written: 1,200 and 1200.0, 1e-5 and 0.00001, 1/2
-    and 0.5, 3\times 10^5 and 300000. A decimal of six or more digits may be a rounded fraction or
-    root (0.333333 for 1/3), and one of 16 or more may have the error of binary arithmetic
-    (0.30000000000000004 for 0.3). A unit or percent sign may be missing in one of the answers, but
-    not differ: 5 cm is 5 and not 5 m; 50% is 50 and 0.5. Expressions are equal by algebra, which
-    math-verify does: x+1 and 1+x. Words, dates, times and codes are text and compared by
-    `exact_match`: "listen" is not "silent". An answer of more than 100 characters, or with powers
-    of powers, is right only if it is written like the truth. Algebra may take long: `in_process`
-    gives it a time limit.
+    Algebra may take long: `in_process` gives it a time limit.
 
     Raises:
         MissingDependencyError: Expressions have to be compared, without math-verify.
@@ -282,7 +263,8 @@ _THOUSANDS = re.compile(
 )
 _UNIT = re.compile(
     r"(.*[\d})\]])\s*(?:(%)|\\(?:text|textrm|mathrm|mbox)\{([^{}]*\}(?:\^\{?\d\}?)?)|"
-    r"(?<=\s)((?:[^\W\d_]{3,}|[mgslh]|[ckmn]m|[km]g|ml|ft|in|oz|lb|mi|yd|hr|ms|am|pm)\b[^\d=+*<>]*))"
+    r"(?<=\s)((?:[^\W\d_]{3,}|[mgslh]|[ckmn]m|[km]g|ml|ft|in|oz|lb|mi|yd|hr|ms|am|pm)\b"
+    r"[^\d=+*<>]*))"
 )
 
 
@@ -457,7 +439,15 @@ _MARKS = ("####", "\\boxed{")
 
 
 def exact_judge(*, field: str = "answer", extract: Extract = str) -> PlainJudge:
-    """A judge by `exact_match`: 1 for equal words, else 0.
+    """A judge by `exact_match`: 1 for the same words, else 0.
+
+    As in SQuAD's evaluation (arXiv 1606.05250), case, articles, spaces, quotes, emphasis and the
+    punctuation around words do not count, nor do hyphens and apostrophes inside words. Unlike
+    there, signs count where they tell answers apart, between and after numbers, single letters and
+    symbols: 5-10 is not 510, C++ not C, 50% not 50, x>y not x<y. Numbers are equal by value (7 and
+    7.0, 1,000 and 1000, 1e-5 and 0.00001, $5 and 5), unless they begin with a zero like 007. What
+    Unicode spells in several ways is one: composed and decomposed letters, full width, minus signs,
+    dashes and quotes. In scripts without spaces between words, spaces do not count.
 
     Args:
         field: Field of the task with the right answer, or a list of right answers, one of which is
@@ -468,8 +458,13 @@ def exact_judge(*, field: str = "answer", extract: Extract = str) -> PlainJudge:
 
 
 def f1_judge(*, field: str = "answer", extract: Extract = str) -> PlainJudge:
-    """A judge by `f1`, the harmonic mean of precision and recall of the answer's words, with the
-    best of the right answers. Arguments as for `exact_judge`."""
+    """A judge by `f1`, the harmonic mean of precision and recall of the answer's words (arXiv
+    1606.05250), with the best of the right answers. Arguments as for `exact_judge`.
+
+    Two words are the same as for `exact_judge`, and count as often as they occur. In scripts
+    without spaces between words, such as Chinese, Japanese and Thai, each character is a word. An
+    answer without words is right only if the truth has none.
+    """
     return _by_words(f1, field, extract)
 
 
@@ -492,7 +487,16 @@ def form_judge(pattern: str) -> PlainJudge:
 def math_judge(
     *, field: str = "answer", extract: Extract = final_answer, timeout: float = 15.0
 ) -> JudgeType:
-    r"""A judge by `math_equal`: 1 for the same number or expression, else 0.
+    r"""A judge by `math_equal`: 1 for the same number, expression or text, else 0.
+
+    Numbers are equal by value, however they are written: 1,200 and 1200.0, 1e-5 and 0.00001, 1/2
+    and 0.5, 3\times 10^5 and 300000. A decimal of six or more digits may be a rounded fraction or
+    root (0.333333 for 1/3), and one of 16 or more may have the error of binary arithmetic
+    (0.30000000000000004 for 0.3). A unit or percent sign may be missing in one of the answers, but
+    not differ: 5 cm is 5 and not 5 m; 50% is 50 and 0.5. Expressions are equal by algebra, which
+    math-verify does (extra `math`): x+1 and 1+x. Words, dates, times and codes are text, compared
+    as by `exact_judge`: "listen" is not "silent". An answer of more than 100 characters, or with
+    powers of powers, is right only if it is written like the truth.
 
     If the right answer is a whole solution, the part after "####" or in \boxed{} counts.
 
