@@ -434,7 +434,7 @@ PlainJudge = Callable[[Mapping[str, Any], Any], JudgeOutput]
 
 SHOWN_MISTAKES = 10
 """Number of mistakes in a JSON text that the feedback lists."""
-_FENCE = re.compile(r"\s*```[\w+-]*\n(.*?)\n?```\s*", re.DOTALL)
+FENCE = re.compile(r"\s*```[\w+-]*\n(.*?)\n?```\s*", re.DOTALL)
 _MARKS = ("####", "\\boxed{")
 
 
@@ -796,7 +796,7 @@ def _strict_json(text: str) -> Any:
         raise ValueError(f"{name} is no JSON")
 
     said = text.rpartition("</think>")[2]
-    fenced = _FENCE.fullmatch(said)
+    fenced = FENCE.fullmatch(said)
     return json.loads(fenced[1] if fenced else said, parse_constant=refuse)
 
 

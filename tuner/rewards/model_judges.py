@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from tuner.errors import ConfigError, FunctionError, RewardError, RewardTimeout
+from tuner.rewards.judges import FENCE
 from tuner.tasks.functions import JudgeOutput, JudgeType, TaskRow, response_text, shown
 
 if TYPE_CHECKING:
@@ -275,7 +276,6 @@ def _response_format(form: type[BaseModel]) -> dict[str, Any]:
 # Backslashes that begin no escape of JSON, as in "\sqrt", and those that do.
 _BACKSLASH = re.compile(r"""\\(["'\\/bfnrt]|u[0-9a-fA-F]{4})?""")
 _BRACE = re.compile(r"[{}]")
-_FENCE = re.compile(r"\s*```[\w+-]*\n(.*?)\n?```\s*", re.DOTALL)
 _BARE = re.compile(r"[+-]?(?:\d{1,20}(?:\.\d{0,20})?|\.\d{1,20})")
 
 
@@ -290,7 +290,7 @@ def read(text: str, form: type[Form]) -> Form:
         ValueError: There is none, or several: which of them is meant cannot be decided.
     """
     said = text.rpartition("</think>")[2].strip()
-    fenced = _FENCE.fullmatch(said)
+    fenced = FENCE.fullmatch(said)
     said = fenced[1].strip() if fenced else said
     if _BARE.fullmatch(said):
         said = json.dumps({"score": said})
