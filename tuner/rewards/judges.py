@@ -90,12 +90,12 @@ _STEPS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     for pattern, new in (
         (r"^(?:#+|\*) +", ""),  # a heading, an item of a list
         # Quotes, emphasis and formulas: pairs around something.
-        *[(r"(?<!\w)(\*\*|__|[$*_`\"'])(?=[^\s$])(.{1,500}?)(?<=\S)\1(?!\w)", r"\2")] * 2,
+        *[(r"(?<!\w)(\*\*|__|[$*_`\"'])(?=[^\s$])(.{1,200}?)(?<=\S)\1(?!\w)", r"\2")] * 2,
         (r"^\(([^()]*)\)(?=[.!?]?$)", r"\1"),
         (r"(?<!\S)\((\w+)\)(?![^\s.,;:?!])", r"\1"),
         (rf"(?<!\S)({_LETTER})\)(?!\S)", r"\1"),
         (r"(?<!\w)\$ ?(?=\.?\d)|(?<![\w)\]])\+(?=\.?\d)", ""),
-        # Spaces around operators.
+        # Spaces around operators; commas, and colons but in times and ratios; brackets of prose.
         (r"(?<=[\w)\]%]) *([=<>≤≥≠^*/+]|(?<= )-(?= )) *(?=[\w(\[.-])", r"\1"),
         (r"(?<=\d) +%", "%"),
         (r"[,;]|(?<!\d):|:(?!\d)", " "),
@@ -235,6 +235,7 @@ def math_equal(answer: str, truth: str) -> float:
 _WRITTEN: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), new)
     for pattern, new in (
+        (r"\s+", " "),
         (r"^\s*(?:\$\$?|\\[(\[])(.*?)(?:\$\$?|\\[)\]])[\s.]*$", r"\1"),
         (r"\{,\}", ","),
         (r"\\left\b|\\right\b|\\displaystyle\b|\\!|\\\$|(?<![\\\w])\$(?=[-\d.])|\s*\.\s*$", ""),
@@ -251,7 +252,7 @@ _WRITTEN: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(?<=\d)\s*\bmillion$", "e6"),
         (r"(?<=\d)\s*\bbillion$", "e9"),
         (r"(?<=\d)\s*\btrillion$", "e12"),
-        (r"\s+", " "),
+        (r" +", " "),
     )
 )
 _SIGNS = str.maketrans(

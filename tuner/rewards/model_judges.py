@@ -295,7 +295,8 @@ def read(text: str, form: type[Form]) -> Form:
     if _BARE.fullmatch(said):
         said = json.dumps({"score": said})
     said = _BACKSLASH.sub(lambda found: found[0] if found[1] else r"\\", said)
-    found, wrong, around, at = [], "", [], 0
+    around: list[str] = []
+    found, wrong, at = [], "", 0
     while (start := said.find("{", at)) >= 0:
         if len(around) > MOST_BRACES:
             raise ValueError("there are too many braces outside of an object")
@@ -331,10 +332,10 @@ def _object(text: str, start: int) -> tuple[dict[str, Any], int]:
         try:
             return json.JSONDecoder(**options).raw_decode(text, start)
         except json.JSONDecodeError as error:
-            value, other, end = json5.parse(text, start=start, consume_trailing=False, **options)
-            if other:
+            found, other, end = json5.parse(text, start=start, consume_trailing=False, **options)
+            if other or not isinstance(found, dict):
                 raise error from None
-            return value, end
+            return found, end
     except RecursionError:
         raise ValueError("the JSON is nested too deeply") from None
 
