@@ -24,11 +24,13 @@ from pydantic_core import PydanticUndefined
 
 from benchmarks import _readme
 from docs import licences
+from tests.rewards.tables import table as judge_table
 from tuner import cli
 from tuner.config.algorithms import ADVANTAGES, ALGORITHMS, NOT_HERE, POLICY_LOSSES, Args
 from tuner.config.foreign import FOREIGN, Foreign, SameAs, Values, read_table
 from tuner.config.keys import fields
 from tuner.config.schema import Section, section_of
+from tuner.rewards import exact_judge, f1_judge, llm_judge, math_judge
 from tuner.trinity.refusals import (
     ALGORITHMS_REFUSED,
     ALGORITHMS_WITHOUT_TINKER,
@@ -149,6 +151,15 @@ COMMANDS = f"""\
 `CONFIG` and `--config` name a YAML file with the keys of [configuration](configuration.md). A
 command that finds something wrong exits with 1, one that was given something wrong with 2. `tuner
 --install-completion` installs completion for your shell.
+"""
+
+JUDGES = f"""\
+# What judges call equal
+
+{GENERATED} The source is the docstrings in `tuner/rewards` and the tables in `tests/rewards`, which
+are a test. The guide is [rewards](../rewards.md). "Known errors" are pairs on which a judge is
+wrong, or that depend on the task: where they matter, give a list of right answers, or another
+judge.
 """
 
 API = f"""\
@@ -458,6 +469,35 @@ def public() -> dict[str, list[Any]]:
     return found
 
 
+def judges() -> str:
+    """The text of judges.md."""
+    parts = [JUDGES]
+    for judge in (exact_judge, math_judge, f1_judge, llm_judge):
+        name = judge.__name__
+        # The second paragraph says what counts as equal, for `llm_judge` the third.
+        paragraphs = inspect.cleandoc(judge.__doc__ or "").split("\n\n")
+        parts.append(f"## `{name}`\n\n{paragraphs[2 if judge is llm_judge else 1]}\n")
+        head = {"f1_judge": ("answer", "truth", "F1"), "llm_judge": ("reply", "score")}
+        for title, found in judge_table(name).items():
+            columns = head.get(name, ("answer", "truth", "equal"))
+            rows = [_table_row(*columns), _table_row(*["---"] * len(columns))]
+            rows += [_table_row(*map(_verbatim, row)) for row in found]
+            parts.append(f"### {title}: {name}\n\n" + "\n".join(rows) + "\n")
+    return "\n".join(parts)
+
+
+def _verbatim(value: Any) -> str:
+    """A cell with a text as code, or with an outcome."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, str):
+        return "none" if value is None else f"{value:.3g}"
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in value)
+    fence = "``" if "`" in shown else "`"
+    pad = " " if "`" in shown or not shown.strip() else ""
+    return f"{fence}{pad}{shown}{pad}{fence}" if shown else "(empty)"
+
+
 def api() -> str:
     """The text of api.md."""
     parts, found = [API], public()
@@ -505,6 +545,7 @@ PAGES: dict[Path, Callable[[], str]] = {
     REFERENCE / "commands.md": commands,
     REFERENCE / "faults.md": faults,
     REFERENCE / "api.md": api,
+    REFERENCE / "judges.md": judges,
     REFERENCE / "licences.md": licences.page,
     _readme.README: _readme.page,
 }

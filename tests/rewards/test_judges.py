@@ -2,7 +2,10 @@
 
 import asyncio
 import sys
+from decimal import Decimal
+from fractions import Fraction
 
+import numpy as np
 import pytest
 
 from tests.rewards import functions
@@ -18,6 +21,7 @@ from tuner.rewards import (
     final_answer,
     form_judge,
     in_process,
+    math_equal,
     math_judge,
     rouge_judge,
     schema_judge,
@@ -62,6 +66,31 @@ async def test_solutions_are_right_by_their_last_number_or_expression():
     wrong = await judged(judge, "It is 27", answer=solution)
     assert (wrong.reward, "and not '27'" in wrong.feedback) == (0.0, True)
     assert (await judged(judge, "\\boxed{1 + x}", answer="x + 1")).reward == 1.0
+    assert (await judged(judge, "\\boxed{silent}", answer="listen")).reward == 0.0
+    assert (await judged(judge, "so 7.0", answer=np.int64(7))).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("It is 1e-05.", 0.00001),
+        ("It is 0.3.", 0.1 + 0.2),
+        ("It is 10000000000000000", 1e16),
+        ("so 7", np.int64(7)),
+        ("so 0.1", np.float32(0.1)),
+        ("so 0.50", Decimal("0.5")),
+        ("so 1/3", Fraction(1, 3)),
+        ("pages 5-10", "5-10"),
+        ("at 12:30:00", "12:30:00"),
+        ("so 1,2", "1, 2"),
+        ("3 \u00d7 10^5 m\u00b2", 300000),
+        ("it is \u22125", -5),
+        ("half, or 50%", 0.5),
+    ],
+)
+async def test_the_last_number_is_read_with_what_belongs_to_it(response, answer):
+    assert math_equal(final_answer(response), str(answer)) == 1.0
+    assert (await judged(exact_judge(), str(answer), answer=answer)).reward == 1.0
 
 
 async def test_a_form_is_a_reward():
@@ -74,8 +103,9 @@ async def test_a_form_is_a_reward():
 async def test_a_task_without_a_right_answer_is_an_error_and_no_reward(judge):
     with pytest.raises(MissingFieldError, match="the task has no field 'answer'"):
         await judged(judge, "4", question="2 + 2")
-    for answer in (None, [], {"is": 4}):
-        with pytest.raises(RewardError, match=r"'answer' is .*must be text, a number, or"):
+    infinite = float("inf"), float("nan"), Decimal("nan"), np.float32("inf"), [1, float("nan")]
+    for answer in (None, [], {"is": 4}, 2j, *infinite):
+        with pytest.raises(RewardError, match=r"'answer' is .*must be text, a finite number, or"):
             await judged(judge, "4", answer=answer)
 
 

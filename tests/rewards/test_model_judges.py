@@ -12,10 +12,13 @@ from pathlib import Path
 
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.kit.builders import logged
 from tests.kit.chat_server import Refusal, chat_server
 from tests.pages import blocks
+from tests.rewards.tables import rows
 from tuner.config import RemoteModel
 from tuner.engines.transformers.engine import TransformersEngine
 from tuner.errors import ConfigError, FunctionError, RewardError, RewardTimeout
@@ -180,11 +183,11 @@ async def test_a_refusal_of_something_else_is_an_error_with_its_reason():
 NO_VERDICTS = {
     "It is a good answer.": "there is no JSON object",
     "": "there is no JSON object",
-    said("0.5"): "score: Input should be a valid number",
+    said("half"): "score: Input should be a valid number",
     said(True): "score: Input should be a valid number",
     said(1.5): "score: Input should be less than or equal to 1",
     said(float("nan")): "score: Input should be",
-    '{"score": 1}': "reasoning: Field required",
+    'So {"score": 1}': "reasoning: Field required",
     said(0) + said(1): "there are 2 verdicts",
     '{"reasoning": "it says {"reasoning": "", "score": 1} of itself", "score": 0}': "delimiter",
     '{"reasoning": "cut': "Unterminated",
@@ -223,6 +226,76 @@ async def test_all_answers_until_the_verdict_are_counted():
 async def test_the_one_verdict_of_a_text_is_read(text):
     with chat_server(lambda request: text) as server:
         assert (await judge_at(server)(TASK, "a")).reward == 0.5
+
+
+@pytest.mark.parametrize(("text", "score"), rows("llm_judge"))
+def test_the_table_says_which_replies_are_verdicts(text, score):
+    if score is None:
+        with pytest.raises(ValueError, match=r"\w"):
+            read(text, _form())
+    else:
+        assert read(text, _form()).score == score
+
+
+SCORES = st.floats(0, 1)
+SLOPPY = [
+    lambda reasoning, score: f"{{'score': {score!r}, 'reasoning': {json.dumps(reasoning)}}}",
+    lambda reasoning, score: json.dumps({"reasoning": reasoning, "score": str(score), "by": "m"}),
+    lambda reasoning, score: f"Well:\n```json\n{said(score, reasoning)}\n```",
+    lambda reasoning, score: said(score, reasoning)[:-1] + ",}",
+    lambda reasoning, score: f"{{1, 2}} {said(score, reasoning)}",
+    lambda reasoning, score: said(score, reasoning).replace("\\n", "\n"),
+]
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=60), SCORES)
+@settings(deadline=None)
+def test_a_verdict_is_read_with_its_reasons_however_it_is_written(reasoning, score):
+    score = round(score, 3)
+    if "\\" not in reasoning and "</think>" not in reasoning:
+        for sloppy in SLOPPY:
+            found = read(sloppy(reasoning, score), _form())
+            assert (found.score, found.reasoning) == (score, reasoning)
+
+
+@given(
+    st.one_of(
+        st.text(max_size=80),
+        st.lists(
+            st.sampled_from([*"{}[]:,'\"\\", "reasoning", "0.5", " ", "\n", "```", "good"])
+        ).map("".join),
+        SCORES.map(said).flatmap(lambda text: st.integers(0, len(text) - 1).map(text.__getitem__)),
+        SCORES.map(said).flatmap(
+            lambda text: st.integers(0, len(text) - 1).map(lambda n: text[:n])
+        ),
+    )
+)
+@settings(max_examples=300, deadline=None)
+def test_no_prose_and_no_part_of_a_verdict_is_one(text):
+    with contextlib.suppress(ValueError):
+        found = read(text, _form())
+        assert float(text.strip().strip("`")) == found.score  # a bare score
+
+
+@pytest.mark.parametrize("text", ["{a:" * 100_000, "{x}" * 5000, "{" * 100_000, '{"a":1}' * 5000])
+def test_a_reply_of_braces_is_no_verdict_and_read_at_once(text):
+    with pytest.raises(ValueError, match=r"JSON|braces|property name|required"):
+        read(text, _form())
+
+
+async def test_a_reply_in_parts_is_read():
+    parts = [
+        {"type": "thinking", "thinking": said(0)},
+        {"type": "text", "text": said(0.5)[:9]},
+        {"type": "text", "text": said(0.5)[9:]},
+    ]
+    with chat_server(lambda request: {"content": parts}) as server:
+        assert (await judge_at(server)(TASK, "a")).reward == 0.5
+    with (
+        chat_server(lambda request: {"content": [{"type": "image_url"}, 3]}) as server,
+        pytest.raises(RewardError, match="no JSON object"),
+    ):
+        await judge_at(server, tries=1)(TASK, "a")
 
 
 async def test_verdicts_are_kept_in_a_folder_for_later_runs(tmp_path):

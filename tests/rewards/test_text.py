@@ -1,5 +1,14 @@
-import pytest
+import itertools
+import string
+import sys
+import unicodedata
+from decimal import Decimal
 
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.rewards.tables import rows
 from tuner.errors import MissingDependencyError
 from tuner.rewards import exact_match, f1, final_answer, has_form, math_equal, normalized
 
@@ -82,7 +91,78 @@ def test_answers_are_compared_as_numbers_or_expressions(answer, truth, score):
 
 
 def test_without_math_verify_an_expression_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "math_verify", None)
+    monkeypatch.setitem(sys.modules, "math_verify", None)
     assert math_equal("18", "18.0") == 1.0
     with pytest.raises(MissingDependencyError, match=r"pip install .*\[math\]"):
         math_equal("x", "y")
+
+
+@pytest.mark.parametrize("judge", ["exact_judge", "math_judge"])
+def test_the_table_of_a_judge_says_what_it_calls_equal(judge):
+    equal = {"exact_judge": exact_match, "math_judge": math_equal}[judge]
+    pairs = rows(judge)
+    assert len(pairs) >= 150
+    found = [[*pair, equal(*pair), equal(*reversed(pair))] for *pair, _ in pairs]
+    assert found == [[*pair, float(same), float(same)] for *pair, same in pairs]
+
+
+def test_the_table_of_f1_says_what_it_gives():
+    for answer, truth, score in rows("f1_judge"):
+        assert [f1(answer, truth), f1(truth, answer)] == pytest.approx([score] * 2), (answer, truth)
+
+
+@pytest.mark.parametrize("around", ["5{}7", "x{}y", "5 {} 7"])
+def test_no_sign_between_numbers_and_letters_is_lost(around):
+    signs = ["", *sorted(set(string.punctuation) - set(",;?:.\"'`![](){}"))]
+    for one, other in itertools.combinations(signs, 2):
+        if "$" not in (one, other) or " " not in around:  # a currency's sign may be left out
+            assert not exact_match(around.format(one), around.format(other)), (one, other)
+
+
+FORMS = [
+    "{:f}",
+    "{:E}",
+    "{:e}",
+    "{:,f}",
+    "{:f}.",
+    "+{:f}",
+    "{:f}0",
+    "${:,f}",
+]
+
+
+@given(
+    st.decimals(min_value=0, max_value=10**9, places=3),
+    st.decimals(min_value=0, max_value=10**9, places=3),
+    st.sampled_from(FORMS),
+    st.sampled_from(FORMS),
+)
+@settings(max_examples=200, deadline=None)
+def test_numbers_are_equal_by_value_however_they_are_written(one, other, form, other_form):
+    for left, right in ((one, one), (one, other)):
+        texts = form.format(left), other_form.format(right)
+        assert math_equal(*texts) == float(left == right), texts
+        assert exact_match(*texts) == float(left == right), texts
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_a_float_is_equal_to_its_decimal(number):
+    for text in (repr(number), f"{Decimal(repr(number)):f}", f"{number!r}".upper()):
+        assert math_equal(text, repr(number)) == 1.0
+
+
+@given(st.text(string.ascii_letters, min_size=2, max_size=12), st.randoms(use_true_random=False))
+def test_letters_of_a_word_are_no_factors(word, random):
+    letters = list(word)
+    random.shuffle(letters)
+    shuffled = "".join(letters)
+    assert math_equal(shuffled, word) == float(shuffled.lower() == word.lower())
+
+
+@given(st.text(max_size=40))
+@settings(max_examples=300, deadline=None)
+def test_any_text_is_equal_to_itself_in_each_spelling_of_unicode(text):
+    full = text.translate({code: code + 0xFEE0 for code in map(ord, string.digits)})
+    for same in (text, unicodedata.normalize("NFD", text), full, f" {text}\n"):
+        assert exact_match(same, text) == 1.0
+        assert f1(same, text) == pytest.approx(1)

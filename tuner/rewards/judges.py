@@ -10,11 +10,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import re
-import string
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from decimal import Decimal
+from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
+from fractions import Fraction
+from functools import cache
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tuner.errors import FunctionError, MissingDependencyError, RewardError, pip_install
@@ -37,34 +41,120 @@ if TYPE_CHECKING:
 # Scores of an answer as text: plain functions of texts, each between 0 and 1.
 
 
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
-# A sign, a decimal point or a fraction bar: without it the number is another one.
-_IN_NUMBERS = re.compile(r"(?<![\w.])-(?=\.?\d)|(?<![^\W\d])[./:](?=\d)")
-_KEPT = {"-": "\ue000", ".": "\ue001", "/": "\ue002", ":": "\ue003"}
-_BACK = str.maketrans({kept: sign for sign, kept in _KEPT.items()})
+_QUOTES = str.maketrans("‘’‚‛′´“”„‟«»″。、", "'" * 6 + '"' * 7 + ".,")
+_RAISED = re.compile("[⁰¹²³⁴-⁹⁺⁻]+")
+# Forms of a code point that mean the same; ² and ½ are others, and have their own spelling.
+_SAME = {"<wide>", "<narrow>", "<compat>", "<font>", "<noBreak>", "<square>", "<sub>"}
+
+
+def _folded(text: str) -> str:
+    """The text with one spelling for what Unicode has several of: composed and decomposed letters,
+    widths, dashes, quotes, spaces, superscripts (^2) and fractions (1/2)."""
+    if text.isascii():
+        return text
+    said = unicodedata.normalize("NFC", text).translate(_QUOTES)
+    said = _RAISED.sub(lambda raised: "^" + unicodedata.normalize("NFKC", raised[0]), said)
+    return unicodedata.normalize("NFC", "".join(map(_plain, said))).replace("−", "-")
+
+
+@cache
+def _plain(char: str) -> str:
+    if char.isascii():
+        return char
+    category, form = unicodedata.category(char), unicodedata.decomposition(char).split(" ")[0]
+    if form == "<fraction>":
+        return " " + unicodedata.normalize("NFKC", char).replace("⁄", "/")
+    if form in _SAME:
+        return unicodedata.normalize("NFKC", char)
+    if category == "Pd":
+        return "-"
+    if category == "Cf":  # zero-width characters
+        return ""
+    return " " if category[0] in "PZ" and char not in "‰‱" else char
+
+
+_LETTER = r"[^\W\d_]"
+_GROUPED = re.compile(r"(?<![\w.,])\d{1,3}(?:,\d{3})+(?![\w,]|\.\d+,\d)")
+_DECIMAL = re.compile(r"(\d+)(?:\.(\d+))?(?:[eE]([+-]?\d{1,9}))?|\.(\d+)(?:[eE]([+-]?\d{1,9}))?")
+_IN_WORD = re.compile(rf"(?<![\w.])(?:{_DECIMAL.pattern})(?![\w]|\.\w)")
+_MARKS_ALONE = ".-:;,?!\"'`()[]{}"
+# Scripts without spaces between words: each character is compared as one.
+_UNSPACED = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
+    "\U00020000-\U0003ffff]"
+)
+# What is removed around and between words, in order. Between numbers, single letters and signs it
+# counts: 5-10, x>y, [0,1), f'(x), C++.
+_STEPS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), new)
+    for pattern, new in (
+        (r"^(?:#+|\*) +", ""),  # a heading, an item of a list
+        # Quotes, emphasis and formulas: pairs around something.
+        *[(r"(?<!\w)(\*\*|__|[$*_`\"'])(?=[^\s$])(.{1,200}?)(?<=\S)\1(?!\w)", r"\2")] * 2,
+        (r"^\(([^()]*)\)(?=[.!?]?$)", r"\1"),
+        (r"(?<!\S)\((\w+)\)(?![^\s.,;:?!])", r"\1"),
+        (rf"(?<!\S)({_LETTER})\)(?!\S)", r"\1"),
+        (r"(?<!\w)\$ ?(?=\.?\d)|(?<![\w)\]])\+(?=\.?\d)", ""),
+        # Spaces around operators; commas, and colons but in times and ratios; brackets of prose.
+        (r"(?<=[\w)\]%]) *([=<>≤≥≠^*/+]|(?<= )-(?= )) *(?=[\w(\[.-])", r"\1"),
+        (r"(?<=\d) +%", "%"),
+        (r"[,;]|(?<!\d):|:(?!\d)", " "),
+        (rf"[(\[{{](?={_LETTER}{{2}})|(?<={_LETTER}{_LETTER})[)\]}}]", " "),
+        (rf"(?<={_LETTER})'(?={_LETTER})", ""),
+        (rf"(?<!{_LETTER}{_LETTER})(?<={_LETTER})\.(?={_LETTER}(?!\w))", ""),  # U.S.
+    )
+)
+_HYPHEN = re.compile(rf"(?<=[^\W_])-(?={_LETTER}{{2}})|(?<={_LETTER}{_LETTER})-(?=\w)")
+_AROUND = re.compile(
+    rf"^(?:\.\.+|[?:\"'`]+)|(?:[.:?`]|(?<={_LETTER}{_LETTER})[!'\"]|(?<=[.?!])[!'\"])+$"
+)
 
 
 def normalized(text: str) -> str:
-    """The text in lower case without punctuation, articles and extra spaces, as SQuAD's evaluation
-    compares answers (arXiv 1606.05250). Numbers keep sign and decimal point, and a text of articles
-    alone, such as the answer "A", is kept."""
-    said = _IN_NUMBERS.sub(lambda found: _KEPT[found[0]], text.lower())
-    said = said.translate(_PUNCTUATION).translate(_BACK)
-    return " ".join(_ARTICLES.sub(" ", said).split() or said.split())
+    """The words of a text as `exact_match` compares them: one case, one spelling of numbers and
+    Unicode, no articles and no punctuation around words."""
+    return " ".join(_words(text, hyphen=""))
+
+
+def _words(text: str, *, hyphen: str) -> list[str]:
+    """The words, with this in place of a hyphen inside one."""
+    folded = _folded(text).casefold().strip()
+    said = _GROUPED.sub(lambda number: number[0].replace(",", ""), folded)
+    for pattern, new in _STEPS:
+        said = pattern.sub(new, said)
+    said = _UNSPACED.sub(r" \g<0> ", _HYPHEN.sub(hyphen, said))
+    words = [_IN_WORD.sub(_shortest, _AROUND.sub("", word)) for word in said.split()]
+    words = [word for word in words if word.strip(_MARKS_ALONE)] or folded.split()
+    # An article has a word after it; the answer "A", and "hepatitis A", have none.
+    kept = [
+        word
+        for word, after in zip(words, [*words[1:], ""], strict=False)
+        if word != "the" and not (word in ("a", "an") and len(after) > 1)
+    ]
+    return kept or words
+
+
+def _shortest(number: re.Match[str]) -> str:
+    """7 for 7.0, and 0.00001 for 1e-5; 007 is no number and stays."""
+    if re.match(r"0\d", number[0]):
+        return number[0]
+    value = Decimal(number[0])
+    exact = Context(prec=max(len(number[0]), 1), Emax=MAX_EMAX, Emin=MIN_EMIN)
+    value = value.normalize(exact)
+    return f"{value:f}" if abs(value.adjusted()) < 30 else str(value)
 
 
 def exact_match(answer: str, truth: str) -> float:
-    """1.0 if both are equal after normalization, else 0.0."""
-    return float(normalized(answer) == normalized(truth))
+    """1.0 if both are the same words, else 0.0; `exact_judge` says which are."""
+    return float(any(_words(answer, hyphen=h) == _words(truth, hyphen=h) for h in ("", " ")))
 
 
 def f1(answer: str, truth: str) -> float:
-    """The harmonic mean of precision and recall of the answer's words (arXiv 1606.05250).
+    """The harmonic mean of precision and recall of the answer's words, as `f1_judge` says."""
+    return max(_f1(_words(answer, hyphen=h), _words(truth, hyphen=h)) for h in ("", " "))
 
-    Words count as often as they occur. An answer without words is right only if the truth has none.
-    """
-    said, wanted = normalized(answer).split(), normalized(truth).split()
+
+def _f1(said: list[str], wanted: list[str]) -> float:
     if not said or not wanted:
         return float(said == wanted)
     common = (Counter(said) & Counter(wanted)).total()
@@ -86,8 +176,24 @@ def has_form(text: str, pattern: str) -> float:
 # The answer inside a solution, and whether two answers are equal.
 
 
-NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?|-?\.\d+")
-LONGEST_EXPRESSION = 50
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(?:\.\d+)?|\.\d+"
+_TENS = r"\s?(?:\*|×|\\times|\\cdot)\s?10\s?\^\s?\{?(-?\d+)\}?"
+_ONE = (
+    rf"(?:\d+(?:_\d+)+|{_DIGITS})"
+    rf"(?:[eE][+-]?\d+(?!\w|\.\d)|{_TENS.replace('(-', '(?:-')}|\^\{{?-?\d+\}}?)?"
+)
+# A number with what belongs to it: 1 1/2, 50%, 1e-5, 3*10^5, 12:30, 5-10, 1,2, 2023-05-01.
+NUMBER = re.compile(
+    rf"(?<![\^_])(?<![\^_]\{{)(?:(?<![\w)\]}}])-)?\$?(?:-(?=\.?\d))?(?:\d+\s(?=\d+/\d))?"
+    rf"{_ONE}(?:[/:,.-](?:{_ONE}))*(?:\s?\\?%)?"
+)
+LONGEST_EXPRESSION = 100
+LARGEST_POWER = 1000
+"""Largest product of the exponents and factorials of an expression; a hundredth with variables."""
+FEWEST_ROUNDED = 6
+"""Significant digits from which a decimal may be a rounded fraction or root."""
+FLOAT_DIGITS = 16
+"""Significant digits from which a decimal may have the rounding error of binary numbers."""
 
 
 def final_answer(text: str) -> str:
@@ -96,29 +202,192 @@ def final_answer(text: str) -> str:
         return text.rpartition("####")[2].strip()
     if "\\boxed{" in text:
         return _in_braces(text.rpartition("\\boxed{")[2])
-    numbers = NUMBER.findall(text)
-    return numbers[-1] if numbers else ""
+    found = NUMBER.findall(_folded(text))
+    return str(found[-1]) if found else ""
 
 
 def math_equal(answer: str, truth: str) -> float:
-    """1.0 if two answers are the same number or expression, else 0.0.
+    """1.0 if two answers are the same number, expression or text, else 0.0; `math_judge` says which
+    are.
 
-    Numbers are compared as decimals; anything else by math-verify, which may take long:
-    `in_process` gives it a time limit.
+    Algebra may take long: `in_process` gives it a time limit.
 
     Raises:
         MissingDependencyError: Expressions have to be compared, without math-verify.
     """
-    if not truth or not answer:
+    said, wanted = _typed(answer), _typed(truth)
+    if not said or not wanted:
         return 0.0
-    numbers = _number(truth), _number(answer)
-    if None not in numbers:  # nearly always, and a thousand times faster than symbolic algebra
-        return float(numbers[0] == numbers[1])
-    # Towers of powers can keep symbolic algebra busy forever.
-    if len(answer) > LONGEST_EXPRESSION or re.search(r"\^|\*\*|!", answer):
+    if said.replace(" ", "") == wanted.replace(" ", ""):
+        return 1.0
+    (said, unit), (wanted, wanted_unit) = _without_unit(said), _without_unit(wanted)
+    if unit and wanted_unit and not exact_match(unit, wanted_unit):
         return 0.0
+    if _same(said, wanted):
+        return 1.0
+    # 50% is 0.5 as well.
+    if "%" in (unit, wanted_unit) and not (unit and wanted_unit):
+        share, other = (said, wanted) if unit else (wanted, said)
+        return float(_same(f"{share}e-2" if _number(share) else rf"\frac{{{share}}}{{100}}", other))
+    return 0.0
+
+
+_WRITTEN: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), new)
+    for pattern, new in (
+        (r"\s+", " "),
+        (r"^\s*(?:\$\$?|\\[(\[])(.*?)(?:\$\$?|\\[)\]])[\s.]*$", r"\1"),
+        (r"\{,\}", ","),
+        (r"\\left\b|\\right\b|\\displaystyle\b|\\!|\\\$|(?<![\\\w])\$(?=[-\d.])|\s*\.\s*$", ""),
+        (r"(?<!\\)\\[,;: ]|~|\\q?quad\b", " "),
+        (r"\\[dt]frac\b", r"\\frac"),
+        (r"\\frac\s?(\d)\s?(\d)(?!\d)", r"\\frac{\1}{\2}"),
+        (r"(?<=\d)\s?\\frac", r" \\frac"),
+        (r"^\s*\\(?:text(?:bf|rm|it)?|mathrm|mathbf|mbox)\{([^{}]*)\}\s*$", r"\1"),
+        (r"\*\*", "^"),
+        (r"\\%|(?<=\d)\s+%|(?<=\d) ?per ?cent$", "%"),
+        (r"\^\{?\\circ\}?|\\degree\b|°", r"\\text{degrees}"),
+        (r"(?<=\d)\s*\bhundred$", "e2"),
+        (r"(?<=\d)\s*\bthousand$", "e3"),
+        (r"(?<=\d)\s*\bmillion$", "e6"),
+        (r"(?<=\d)\s*\bbillion$", "e9"),
+        (r"(?<=\d)\s*\btrillion$", "e12"),
+        (r" +", " "),
+    )
+)
+_SIGNS = str.maketrans(
+    {"×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ",
+     "≥": r"\ge ", "≠": r"\ne ", "√": r"\sqrt "}
+)  # fmt: skip
+_THOUSANDS = re.compile(
+    rf"{_GROUPED.pattern}|(?<![\w.,])(?<!\d\s)\d{{1,3}}(?: \d{{3}})+(?![\s,]?\d)"
+)
+_UNIT = re.compile(
+    r"(.*[\d})\]])\s*(?:(%)|\\(?:text|textrm|mathrm|mbox)\{([^{}]*\}(?:\^\{?\d\}?)?)|"
+    r"(?<=\s)((?:[^\W\d_]{3,}|[mgslh]|[ckmn]m|[km]g|ml|ft|in|oz|lb|mi|yd|hr|ms|am|pm)\b"
+    r"[^\d=+*<>]*))"
+)
+
+
+def _typed(text: str) -> str:
+    """The answer as one would type it in a formula, without what only sets its type."""
+    said = _folded(text.translate(_SIGNS)).strip()
+    for pattern, new in _WRITTEN:
+        said = pattern.sub(new, said)
+    return _THOUSANDS.sub(lambda number: re.sub("[, ]", "", number[0]), said.strip())
+
+
+def _without_unit(text: str) -> tuple[str, str]:
+    """5 and "cm" of "5 cm"; a text without a unit, and ""."""
+    found = _UNIT.fullmatch(text)
+    if found is None:
+        return text, ""
+    return found[1].strip(), (found[2] or found[3] or found[4]).replace("}", "")
+
+
+_FORM = re.compile(
+    rf"([+-]?)\s?(?:(\d+) (?=\d+/))?({_DIGITS})(?:[eE]([+-]?\d+)|{_TENS})?(?:/(\d+))?"
+)
+_FRACTION = re.compile(r"\\frac\{([+-]?\d+)\}\{(\d+)\}")
+
+
+def _number(text: str) -> Fraction | None:
+    """The value of a decimal or a fraction; None of one beyond 1e400, which is compared as text."""
+    found = _FORM.fullmatch(_FRACTION.sub(r"\1/\2", text))
+    if found is None:
+        return None
+    sign, whole, digits, exponent, tens, below = found.groups()
+    power = int(exponent or tens or 0) if len(exponent or tens or "") < 9 else 10**9
+    if abs(power) > 400 or re.match(r"0\d", digits) or (below and not below.strip("0")):
+        return None
+    value = Fraction(Decimal(digits.replace(",", ""))) * Fraction(10) ** power
+    value = Fraction(Decimal(whole or 0)) + value / Fraction(Decimal(below or 1))
+    return -value if sign == "-" else value
+
+
+def _same(answer: str, truth: str) -> bool:
+    values = _number(answer), _number(truth)
+    if values[0] is not None and values[1] is not None:
+        # nearly always, and a thousand times faster than symbolic algebra
+        return values[0] == values[1] or _rounded((answer, truth), (values[0], values[1]))
+    math_both = _is_math(answer), _is_math(truth)
+    if not any(math_both):
+        return bool(exact_match(answer, truth))
+    if not all(math_both) or (":" in answer) != (":" in truth):
+        return _words(answer, hyphen="-") == _words(truth, hyphen="-")
+    bounded = len(answer) <= LONGEST_EXPRESSION and _is_small(answer) and _is_small(truth)
+    return bounded and _by_algebra(answer, truth)
+
+
+def _rounded(texts: tuple[str, str], values: tuple[Fraction, Fraction]) -> bool:
+    """Whether one is a decimal that the other was rounded to."""
+    for text, value, other in zip(texts, values, values[::-1], strict=True):
+        digits = re.fullmatch(r"[+-]?(\d*)\.(\d+)", text)
+        if digits is None:
+            continue
+        known, near = len((digits[1] + digits[2]).lstrip("0")), abs(value - other)
+        if known >= FLOAT_DIGITS and near <= abs(other) / 10 ** (FLOAT_DIGITS - 1):
+            return True
+        # A fraction that a decimal can state exactly is not rounded.
+        below = other.denominator
+        ends = below < 10**40 and pow(10, below.bit_length(), below) == 0
+        if known >= FEWEST_ROUNDED and not ends and near < Fraction(1, 10 ** len(digits[2])):
+            return True
+    return False
+
+
+_CODE = re.compile(
+    r"^\d+-\d+$|(?<![\d.])0\d|(?<![\d.])0[a-z]|\d_|\d:\d+:\d|\d\.\d+\.\d|\d\s\d|[\d.]{3,}-\d+-|"
+    r"\d([-/])\d+\1\d{2}"  # ranges, dates, times, versions
+)
+_NAMES = r"(?:arc)?(?:sin|cos|tan)h?|sqrt|log|ln|exp|pi|infinity|inf|sec|csc|cot"
+_KNOWN = re.compile(rf"\\(?:begin|end)\{{\w+\}}|\\[A-Za-z]+|(?<![A-Za-z])(?:{_NAMES})(?![A-Za-z])")
+
+
+def _is_math(text: str) -> bool:
+    """Whether letters in it are variables: it has a digit, sign or command and no words."""
+    if _CODE.search(text):
+        return False
+    bare = _KNOWN.sub("0", text)
+    if not re.search(r"[\d+*/^=<>|!,;-]", bare):
+        return re.fullmatch(_LETTER, text) is not None
+    # Up to three letters beside a digit or sign are a product: 2xy, ab+1.
+    product = rf"(?:(?<=[\d+*/^=<>|(){{}}-])|(?<=[+*/^=<>-]\s)){_LETTER}{{2,3}}(?![^\W_])"
+    before = rf"(?<![^\W_]){_LETTER}{{2,3}}(?=\s?[+*/^=<>|(){{}}-])"
+    return not re.search(rf"{_LETTER}{{2}}", re.sub(rf"{product}|{before}", "0", bare))
+
+
+def _is_small(text: str) -> bool:
+    """Whether its powers can be computed: towers of them keep symbolic algebra busy forever."""
+    powers = re.findall(r"\^\{([^{}^]*)\}|\^\(([^()^]*)\)|\^([^{(^])", text)
+    if len(powers) != text.count("^") or re.search(r"[^\d\w]!|!!|\d{4}!", text):
+        return False
+    letters = re.search(_LETTER, _KNOWN.sub("", text)) is not None
+    exponents = [re.findall(r"\d+", "".join(one)) for one in powers]
+    numbers = [n for one in exponents for n in one] + re.findall(r"(\d+)!", text)
+    bound = LARGEST_POWER // 100 if letters else LARGEST_POWER
+    return all(len(n) < 5 for n in numbers) and math.prod(int(n) or 1 for n in numbers) <= bound
+
+
+_LATEX: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), new)
+    for pattern, new in (
+        (rf"(?<![\\A-Za-z])({_NAMES})(?![A-Za-z])", r"\\\1"),
+        (r"\\inf(?:inity)?(?![a-z])", r"\\infty"),
+        (r"\\sqrt\s?\(([^()]*)\)|\\sqrt\s(\w+)", r"\\sqrt{\1\2}"),
+        (r"(\d)[eE]([+-]?\d+)", r"\1\\cdot 10^{\2}"),
+        (r"(?<![\\A-Za-z])([A-Za-z])(\d+)", r"\1_{\2}"),
+        (r"\^\(([^()]*)\)|\^(-?\d+)", r"^{\1\2}"),
+        (r"(\d+) (\d+)/(\d+)", r"(\1+\2/\3)"),
+    )
+)
+
+
+def _by_algebra(answer: str, truth: str) -> bool:
     try:
-        from math_verify import parse, verify
+        from latex2sympy2_extended import NormalizationConfig
+        from math_verify import LatexExtractionConfig, parse, verify
+        from sympy import Float, N, Rational
     except ImportError:
         raise MissingDependencyError(
             f"math-verify compares expressions and is not installed: {pip_install('math')}"
@@ -126,13 +395,28 @@ def math_equal(answer: str, truth: str) -> float:
 
     # Its timeouts are signals, which only the main thread can receive; it warns without them.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    expressions = [parse(f"${side}$", parsing_timeout=None) for side in (truth, answer)]
-    return float(verify(*expressions, timeout_seconds=None))
-
-
-def _number(text: str) -> Decimal | None:
-    plain = text.strip().rstrip(".").replace(",", "").replace("$", "")
-    return Decimal(plain) if re.fullmatch(r"-?(?:\d+(?:\.\d+)?|\.\d+)", plain) else None
+    spelling = NormalizationConfig(
+        basic_latex=True, malformed_operators=True, nits=True, boxed="none"
+    )
+    sides = []
+    for side in (truth, answer):
+        for pattern, new in _LATEX:
+            side = pattern.sub(new, side)
+        found = parse(
+            f"${side}$",
+            [LatexExtractionConfig(normalization_config=spelling)],
+            fallback_mode="no_fallback",
+            parsing_timeout=None,
+        )
+        if not found:
+            return False
+        floats = found[0].atoms(Float)
+        sides.append(found[0].xreplace({one: Rational(str(one)) for one in floats}))
+    if all(getattr(side, "is_number", False) and side.is_real for side in sides):
+        values = tuple(Fraction(str(N(side, 50))) for side in sides)
+        near = abs(values[0] - values[1]) <= abs(values[0]) / 10**40
+        return near or _rounded((truth, answer), (values[0], values[1]))
+    return bool(verify(*sides, timeout_seconds=None))
 
 
 def _in_braces(text: str) -> str:
@@ -151,12 +435,20 @@ PlainJudge = Callable[[Mapping[str, Any], Any], JudgeOutput]
 
 SHOWN_MISTAKES = 10
 """Number of mistakes in a JSON text that the feedback lists."""
-_FENCE = re.compile(r"\s*```[\w+-]*\n(.*?)\n?```\s*", re.DOTALL)
+FENCE = re.compile(r"\s*```[\w+-]*\n(.*?)\n?```\s*", re.DOTALL)
 _MARKS = ("####", "\\boxed{")
 
 
 def exact_judge(*, field: str = "answer", extract: Extract = str) -> PlainJudge:
-    """A judge by `exact_match`: 1 for equal words, else 0.
+    """A judge by `exact_match`: 1 for the same words, else 0.
+
+    As in SQuAD's evaluation (arXiv 1606.05250), case, articles, spaces, quotes, emphasis and the
+    punctuation around words do not count, nor do hyphens and apostrophes inside words. Unlike
+    there, signs count where they tell answers apart, between and after numbers, single letters and
+    symbols: 5-10 is not 510, C++ not C, 50% not 50, x>y not x<y. Numbers are equal by value (7 and
+    7.0, 1,000 and 1000, 1e-5 and 0.00001, $5 and 5), unless they begin with a zero like 007. What
+    Unicode spells in several ways is one: composed and decomposed letters, full width, minus signs,
+    dashes and quotes. In scripts without spaces between words, spaces do not count.
 
     Args:
         field: Field of the task with the right answer, or a list of right answers, one of which is
@@ -167,8 +459,13 @@ def exact_judge(*, field: str = "answer", extract: Extract = str) -> PlainJudge:
 
 
 def f1_judge(*, field: str = "answer", extract: Extract = str) -> PlainJudge:
-    """A judge by `f1`, the harmonic mean of precision and recall of the answer's words, with the
-    best of the right answers. Arguments as for `exact_judge`."""
+    """A judge by `f1`, the harmonic mean of precision and recall of the answer's words (arXiv
+    1606.05250), with the best of the right answers. Arguments as for `exact_judge`.
+
+    Two words are the same as for `exact_judge`, and count as often as they occur. In scripts
+    without spaces between words, such as Chinese, Japanese and Thai, each character is a word. An
+    answer without words is right only if the truth has none.
+    """
     return _by_words(f1, field, extract)
 
 
@@ -191,7 +488,16 @@ def form_judge(pattern: str) -> PlainJudge:
 def math_judge(
     *, field: str = "answer", extract: Extract = final_answer, timeout: float = 15.0
 ) -> JudgeType:
-    r"""A judge by `math_equal`: 1 for the same number or expression, else 0.
+    r"""A judge by `math_equal`: 1 for the same number, expression or text, else 0.
+
+    Numbers are equal by value, however they are written: 1,200 and 1200.0, 1e-5 and 0.00001, 1/2
+    and 0.5, 3\times 10^5 and 300000. A decimal of six or more digits may be a rounded fraction or
+    root (0.333333 for 1/3), and one of 16 or more may have the error of binary arithmetic
+    (0.30000000000000004 for 0.3). A unit or percent sign may be missing in one of the answers, but
+    not differ: 5 cm is 5 and not 5 m; 50% is 50 and 0.5. Expressions are equal by algebra, which
+    math-verify does (extra `math`): x+1 and 1+x. Words, dates, times and codes are text, compared
+    as by `exact_judge`: "listen" is not "silent". An answer of more than 100 characters, or with
+    powers of powers, is right only if it is written like the truth.
 
     If the right answer is a whole solution, the part after "####" or in \boxed{} counts.
 
@@ -418,11 +724,19 @@ def _truths(task: Mapping[str, Any], field: str) -> list[str]:
     """The right answers of a task, as texts; raises RewardError if there are none."""
     found = TaskRow(task)[field]
     several = found if isinstance(found, (list, tuple)) else [found]
-    if not several or not all(isinstance(one, (str, int, float)) for one in several):
+    if not several or not all(map(_can_be_right, several)):
         raise RewardError(
-            f"the task's {field!r} is {shown(found)}: it must be text, a number, or a list of them"
+            f"the task's {field!r} is {shown(found)}: it must be text, a finite number, or a list "
+            "of them"
         )
     return [str(one) for one in several]
+
+
+def _can_be_right(value: Any) -> bool:
+    """Whether it is text or a finite number, also one of NumPy or a Decimal."""
+    if isinstance(value, Decimal):
+        return value.is_finite()
+    return isinstance(value, (str, Integral)) or (isinstance(value, Real) and math.isfinite(value))
 
 
 def _not(answer: str, truths: Iterable[str]) -> str:
@@ -483,7 +797,7 @@ def _strict_json(text: str) -> Any:
         raise ValueError(f"{name} is no JSON")
 
     said = text.rpartition("</think>")[2]
-    fenced = _FENCE.fullmatch(said)
+    fenced = FENCE.fullmatch(said)
     return json.loads(fenced[1] if fenced else said, parse_constant=refuse)
 
 

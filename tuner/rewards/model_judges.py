@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache as remembered
@@ -14,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from tuner.encoding import displayable, model_json
 from tuner.errors import ConfigError, FunctionError, RewardError, RewardTimeout
+from tuner.rewards.judges import FENCE
 from tuner.tasks.functions import JudgeOutput, JudgeType, TaskRow, response_text, shown
 from tuner.traces.reading import JsonReader
 
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 Form = TypeVar("Form", bound=BaseModel)
 logger = logging.getLogger("tuner.rewards")
+MOST_BRACES = 200
+"""Number of objects and other things in braces that are read in a reply."""
 REMEMBERED = 10_000
 """Number of verdicts kept in memory, the newest."""
 
@@ -177,7 +181,7 @@ class Asker:
                 ) from error
             usage.add(completion.usage)
             said = completion.choices[0].message if completion.choices else None
-            text = (said and (said.content or said.refusal)) or ""
+            text = _text((said and (said.content or said.refusal)) or "")
             try:
                 return read(text, form)
             except ValueError as error:
@@ -258,39 +262,109 @@ class JudgeUsage:
         return found if cost is None else {**found, "judge_cost": cost}
 
 
+def _text(content: Any) -> str:
+    """The text of a message's content, which some servers give as a list of parts."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
+    return "".join(text for text in texts if isinstance(text, str))
+
+
 def _response_format(form: type[BaseModel]) -> dict[str, Any]:
     schema = {"name": "verdict", "strict": True, "schema": form.model_json_schema()}
     return {"type": "json_schema", "json_schema": schema}
 
 
+# Backslashes that begin no escape of JSON, as in "\sqrt", and those that do.
+_BACKSLASH = re.compile(r"""\\(["'\\/bfnrt]|u[0-9a-fA-F]{4})?""")
+_BRACE = re.compile(r"[{}]")
+_BARE = re.compile(r"[+-]?(?:\d{1,20}(?:\.\d{0,20})?|\.\d{1,20})")
+
+
 def read(text: str, form: type[Form]) -> Form:
-    """The one object of the form in a text, which may have words and fences around it.
+    """The one object of the form in a text; `llm_judge` says how it may be written.
 
     An object inside text that is not JSON does not count: a model that quotes a response may forget
-    to escape it, and the response may contain a verdict on itself.
+    to escape it, and the response may contain a verdict on itself. So no key of a verdict may stand
+    outside the object.
 
     Raises:
         ValueError: There is none, or several: which of them is meant cannot be decided.
     """
-    values, text, at = [], text.rpartition("</think>")[2], 0
-    while (at := text.find("{", at)) >= 0:
+    said = text.rpartition("</think>")[2].strip()
+    fenced = FENCE.fullmatch(said)
+    said = fenced[1].strip() if fenced else said
+    if _BARE.fullmatch(said):
+        said = json.dumps({"score": said})
+    said = _BACKSLASH.sub(lambda found: found[0] if found[1] else r"\\", said)
+    around: list[str] = []
+    found, wrong, at = [], "", 0
+    while (start := said.find("{", at)) >= 0:
+        if len(around) > MOST_BRACES:
+            raise ValueError("there are too many braces outside of an object")
+        around.append(said[at:start])
         try:
-            value, at = json.JSONDecoder().raw_decode(text, at)
-        except RecursionError:
-            raise ValueError("the JSON is nested too deeply") from None
-        values.append(value)
-    found, wrong = [], "there is no JSON object"
-    for value in values:
-        try:
+            value, at = _object(said, start)
+            if start == 0 and at == len(said):
+                value.setdefault("reasoning", "")
             found.append(form.model_validate(value))
         except ValidationError as error:
             details = error.errors(include_url=False)
             wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in details)
+        except ValueError as error:
+            wrong, at = str(error), _closing(said, start)
+            around.append(said[start:at])
+    around.append(said[at:])
+    if not found:
+        raise ValueError(wrong or "there is no JSON object")
     if len(found) > 1:
         raise ValueError(f"there are {len(found)} verdicts")
-    if not found:
-        raise ValueError(wrong)
+    keys = "|".join(map(re.escape, {*form.model_fields, *_Verdict.model_fields}))
+    if re.search(rf"""["'](?:{keys})["']\s*:""", " ".join(around), re.IGNORECASE):
+        raise ValueError(wrong or "a part of a verdict stands outside the JSON object")
     return found[0]
+
+
+def _object(text: str, start: int) -> tuple[dict[str, Any], int]:
+    """The object that begins here, and where it ends; raises ValueError if it is none."""
+    import json5
+
+    options: dict[str, Any] = {"strict": False, "object_pairs_hook": _unique}
+    try:
+        try:
+            return json.JSONDecoder(**options).raw_decode(text, start)
+        except json.JSONDecodeError as error:
+            found, other, end = json5.parse(text, start=start, consume_trailing=False, **options)
+            if other or not isinstance(found, dict):
+                raise error from None
+            return found, end
+    except RecursionError:
+        raise ValueError("the JSON is nested too deeply") from None
+
+
+def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = {name.strip().lower(): _paired(value) for name, value in pairs}
+    if len(found) < len(pairs):
+        raise ValueError(f"a key stands twice: {', '.join(name for name, _ in pairs)}")
+    return found
+
+
+def _paired(value: Any) -> Any:
+    """A text with its pairs of surrogates, which json5 leaves apart, as one character each."""
+    if not isinstance(value, str):
+        return value
+    return value.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+
+
+def _closing(text: str, start: int) -> int:
+    """The end of what stands in these braces, JSON or not; the text's if they are not closed."""
+    depth = 0
+    for brace in _BRACE.finditer(text, start):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return brace.end()
+    return len(text)
 
 
 RELATIVE_RUBRIC = """\
@@ -300,16 +374,26 @@ RELATIVE_RUBRIC = """\
 - A small difference in quality is a small difference in score, a large one a large one."""
 
 
+# The schema that a model is given has no other keys; in an answer they do no harm.
+_CLOSED = ConfigDict(extra="ignore", strict=True, json_schema_extra={"additionalProperties": False})
+
+
 class _Verdict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = _CLOSED
     reasoning: str
     score: float
+
+
+def _as_number(value: Any) -> Any:
+    """0.8 for "0.8"."""
+    return float(value) if isinstance(value, str) and _BARE.fullmatch(value.strip()) else value
 
 
 @remembered
 def _verdict(low: float, high: float) -> type[_Verdict]:
     """The form of a verdict with a score in this range."""
-    score = Annotated[float, Field(ge=low, le=high, allow_inf_nan=False)]
+    bounded = Field(ge=low, le=high, allow_inf_nan=False)
+    score = Annotated[float, bounded, BeforeValidator(_as_number)]
     return create_model("Verdict", __base__=_Verdict, score=(score, ...))
 
 
@@ -317,7 +401,7 @@ def _verdict(low: float, high: float) -> type[_Verdict]:
 def _verdicts(count: int) -> type[BaseModel]:
     """The form of verdicts on `response_1` to `response_<count>`."""
     fields: dict[str, Any] = {_name(n): (_verdict(0.0, 1.0), ...) for n in range(count)}
-    return create_model("Verdicts", __config__=_Verdict.model_config, **fields)
+    return create_model("Verdicts", __config__=_CLOSED, **fields)
 
 
 def _name(index: int) -> str:
@@ -339,6 +423,12 @@ def llm_judge(
     """A judge that is a language model: it reads rubric, task and response, and gives a score.
 
         judge = llm_judge(rubric="1 for a polite answer, 0 for a rude one.", model="helper")
+
+    The verdict is one object in the reply, which may have words and a fence around it, be written
+    with single quotes, trailing commas, comments, line breaks in texts or LaTeX's backslashes
+    (JSON5), and have other keys; its score may be a number as text. A reply that is a number, or an
+    object with a score alone, is a verdict too. Two objects, a key of a verdict outside of the
+    object, an object that is cut off, and a score in words, out of range or like 8/10 are none.
 
     The reward is the score, the feedback its reasons, and the metrics are `judge_input_tokens`,
     `judge_output_tokens` and, if the model has prices, `judge_cost`. Equal questions are asked
