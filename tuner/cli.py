@@ -826,7 +826,9 @@ def _removed(arguments: list[str]) -> str | None:
 
 
 def _fail(error: TunerError, code: int) -> NoReturn:
-    typer.echo(f"{type(error).__name__}: {error}", err=True)
+    from tuner.config.source import without_secrets
+
+    typer.echo(without_secrets(f"{type(error).__name__}: {error}"), err=True)
     _say_notes(error)
     sys.exit(code)
 

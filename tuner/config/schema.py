@@ -17,6 +17,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -51,7 +52,7 @@ from tuner.config.algorithms import (
     PolicyLossName,
     PromptTeacher,
 )
-from tuner.config.source import concealed
+from tuner.config.source import concealed, secret_variable
 from tuner.errors import ConfigError
 
 # Base class of all sections: strict names, typed values.
@@ -62,6 +63,8 @@ def null_is(empty: Callable[[], Any]) -> BeforeValidator:
     return BeforeValidator(lambda given: empty() if given is None else given)
 
 
+# The name of an environment variable with a key.
+KeyVariable = Annotated[str, Field(min_length=1), AfterValidator(secret_variable)]
 # Passed on unchanged.
 Arguments = Annotated[dict[str, Any], null_is(dict)]
 
@@ -844,9 +847,8 @@ class EngineSection(Section):
         description="URLs of remote servers ([engines](operations.md#engines)), such as "
         "`http://10.0.0.2:8100`. Not set: vLLM is started here; SGLang is not.",
     )
-    api_key_env: str = Field(
+    api_key_env: KeyVariable = Field(
         default="TUNER_ENGINE_KEY",
-        min_length=1,
         description="Environment variable with the API key of the servers at `urls`. Optional "
         "for SGLang.",
     )
@@ -1229,9 +1231,8 @@ class PromotionSection(Section):
 class ServingSection(Section):
     """`tuner.serving.*`: keys, limits and storage of a server."""
 
-    admin_key_env: str = Field(
+    admin_key_env: KeyVariable = Field(
         default="TUNER_ADMIN_KEY",
-        min_length=1,
         description="Environment variable with the admin key. If it is not set, a key for this "
         "start is generated and printed, on loopback only.",
     )
@@ -1313,12 +1314,13 @@ class Penalize(Section):
 class RemoteModel(Section):
     """A frozen model behind an OpenAI-compatible URL, for workflows and judges."""
 
+    model_config = ConfigDict(hide_input_in_errors=True)  # a key, or a URL with one
     base_url: str = Field(
         pattern=r"^https?://", description="URL of the API, usually ending in `/v1`."
     )
     model_name: str = Field(min_length=1, description="Name of the model at that URL.")
-    api_key_env: str | None = Field(
-        default=None, min_length=1, description="Environment variable with the API key."
+    api_key_env: KeyVariable | None = Field(
+        default=None, description="Environment variable with the API key."
     )
     max_concurrent: int | None = Field(
         default=None,

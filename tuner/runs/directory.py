@@ -30,7 +30,7 @@ from filelock import FileLock, Timeout
 from pydantic import AfterValidator
 
 from tuner.config import RunConfig
-from tuner.config.source import LOADER, check_levels
+from tuner.config.source import LOADER, check_levels, without_secrets
 from tuner.errors import ConfigError, TunerError
 from tuner.traces.reading import AnyNumber, Integer, InvalidRecord, JsonReader, Text
 
@@ -328,7 +328,8 @@ def reported(directory: RunDirectory, report: Report) -> Iterator[None]:
             yield
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt)
-        stopped = "interrupted" if interrupted else f"{type(error).__name__}: {error}"
+        said = f"{type(error).__name__}: {error}"
+        stopped = "interrupted" if interrupted else without_secrets(said)
         if directory.has_begun() and (left := report(directory, stopped)):
             error.add_note(f"what the run did until then: {left}")
         raise

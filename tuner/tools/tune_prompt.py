@@ -21,6 +21,7 @@ from typing import Any
 import openai
 
 from tuner.config import RemoteModel
+from tuner.config.source import concealed
 from tuner.errors import (
     ConfigError,
     FunctionError,
@@ -410,7 +411,7 @@ class PromptSearch:
 
     def _continues(self, directory: RunDirectory) -> bool:
         """True if the directory's result is from this search; writes `search.json`."""
-        now = {"first": self.first, **self.settings.model_dump(mode="json")}
+        now = {"first": self.first, **concealed(self.settings.model_dump(mode="json"), {})}
         file = directory.path / "search.json"
         if not file.exists() and directory.has_begun():
             raise ConfigError(
