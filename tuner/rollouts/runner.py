@@ -36,10 +36,10 @@ from tuner.tasks.functions import (
     judges_groups,
     raised_in,
     response_text,
-    text_of,
 )
 from tuner.tasks.selection import derive_seed, seed_everything
 from tuner.traces import Call, FunctionResult, Origin, Outcome, RolloutId, Trace
+from tuner.traces.store import text_of
 
 # One attempt at a rollout: its state so far, and its trace.
 
