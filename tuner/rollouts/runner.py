@@ -330,7 +330,8 @@ def of_workflow(error: BaseException, session: Access) -> tuple[Outcome, str]:
         own = error.outcome is Outcome.WORKFLOW_ERROR and session.errors
         return error.outcome, describe(session.errors[-1] if own else error, None)
     if isinstance(error, Rejected):
-        return Outcome.REJECTED, without_secrets(str(error)) or "the workflow rejected the rollout"
+        said = without_secrets(text_of(error, str))
+        return Outcome.REJECTED, said or "the workflow rejected the rollout"
     if isinstance(error, RewardError):
         return of_judge(error), describe(error, None)
     return Outcome.WORKFLOW_ERROR, describe(error, session)

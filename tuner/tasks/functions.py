@@ -525,7 +525,7 @@ def wrong_return(value: Any, func: Callable[..., Any], signature: Signature) -> 
     if value is None:
         hint = " (is a return statement missing?)"
     elif isinstance(value, (int, float)):
-        hint = f": write {signature.output}(reward={value!r})"
+        hint = f": write {signature.output}(reward={text_of(value):.60})"
     return FunctionError(
         f"{where(func)} returned {shown(value)}; a {signature.role} returns "
         f"{signature.output}{hint}"
