@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 import typer
 import yaml
 
-from tuner.errors import ConfigError, MissingDependencyError, TrainingError, TunerError, pip_install
+from tuner.errors import (
+    ConfigError,
+    MissingDependencyError,
+    TrainingError,
+    TunerError,
+    pip_install,
+    system_faults,
+)
 from tuner.templates import Template, create, missing
 
 if TYPE_CHECKING:
@@ -799,9 +806,10 @@ app.command(epilog="Example: tuner rerun RUN train-3-0-2 --until 4")(rerun)
 def main() -> None:
     """Entry point; errors that the user can fix are printed without a traceback."""
     try:
-        sys.exit(
-            app(prog_name="tuner", standalone_mode=False)
-        )  # None, or the code of an Exit, Ctrl-C's included
+        with system_faults():
+            sys.exit(
+                app(prog_name="tuner", standalone_mode=False)
+            )  # None, or the code of an Exit, Ctrl-C's included
     except UsageError as error:
         help_of = error.ctx.command_path if error.ctx is not None else "tuner"
         said = _removed(sys.argv[1:]) or f"{error.format_message()} (see: {help_of} --help)"

@@ -23,7 +23,7 @@ from pydantic import BaseModel
 
 from tuner.config import RemoteModel, RunConfig
 from tuner.config.keys import require_model_libraries
-from tuner.errors import ConfigError, TrainingError
+from tuner.errors import ConfigError, TrainingError, system_faults
 from tuner.gateway import SamplingDefaults
 from tuner.rollouts import StepPlan
 from tuner.runs.console import ConsoleMonitor
@@ -217,6 +217,7 @@ def difference(name: str, first: CandidateScores, other: CandidateScores) -> Dif
 _FILE = re.compile(r"[^\w.-]+")
 
 
+@system_faults()
 def evaluate(
     workflow_func: Callable[..., Any] | None = None,
     judge_func: Callable[..., Any] | None = None,

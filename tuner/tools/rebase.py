@@ -31,7 +31,7 @@ from typing import Any
 from tuner.config import RunConfig
 from tuner.config.algorithms import ADVANTAGES
 from tuner.config.load import checked, read_layers
-from tuner.errors import ConfigError, TunerError
+from tuner.errors import ConfigError, TunerError, system_faults
 from tuner.rollouts.chat_models import default_kind
 from tuner.rollouts.groups import BatchLog, taken_until
 from tuner.runs.auxiliary import AuxiliaryModels
@@ -79,6 +79,7 @@ class Rebase:
         return f"{self.record}\n{self.result}"
 
 
+@system_faults()
 def rebase(
     run: str | Path,
     judge: Function | str,

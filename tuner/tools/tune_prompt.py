@@ -28,6 +28,7 @@ from tuner.errors import (
     MissingDependencyError,
     TrainingError,
     pip_install,
+    system_faults,
 )
 from tuner.gateway import SamplingDefaults
 from tuner.rollouts.chat_models import remote_client
@@ -72,6 +73,7 @@ GEPAS = ("minibatch_size", "perfect_score")
 """Settings that MIPROv2 does not use."""
 
 
+@system_faults()
 def tune_prompt(
     workflow_func: Callable[..., Any] | None = None,
     judge_func: Callable[..., Any] | None = None,
