@@ -112,18 +112,22 @@ _PATH_REMEDIES = {
 
 
 @contextmanager
-def system_faults() -> Iterator[None]:
+def system_faults(near: str | Path | None = None) -> Iterator[None]:
     """Turn what the operating system refuses about files and memory into TunerErrors; also a
-    decorator. Other errors are left as they are."""
+    decorator. Other errors are left as they are.
+
+    Args:
+        near: Where files are written, for an error that names none.
+    """
     try:
         yield
     except (OSError, RuntimeError, MemoryError, ImportError, SystemError) as error:
-        if isinstance(error, TunerError) or (said := _refused(error)) is None:
+        if isinstance(error, TunerError) or (said := _refused(error, near)) is None:
             raise
         raise TunerError(said) from error
 
 
-def _refused(error: Exception) -> str | None:
+def _refused(error: Exception, near: str | Path | None) -> str | None:
     """What the system refused, where, and what to do; None for errors of another kind."""
     if _short_of_memory(error):
         return f"there is too little memory ({type(error).__name__}: {error}); {_MEMORY}"
@@ -138,7 +142,8 @@ def _refused(error: Exception) -> str | None:
         remedy = _PATH_REMEDIES.get(number)
         return remedy and f"{os.fspath(error.filename)}: {error.strerror}; {remedy}"
     remedy = _SYSTEM_REMEDIES.get(number)
-    return remedy and f"{error.strerror}; {remedy}"
+    at = f"a file, most likely in {near}: " if near is not None else ""
+    return remedy and f"{at}{error.strerror}; {remedy}"
 
 
 def _short_of_memory(error: Exception) -> bool:

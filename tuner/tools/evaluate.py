@@ -269,7 +269,8 @@ def evaluate(
         "overrides": overrides,
     }
     chosen = [candidates] if isinstance(candidates, str | Path) else candidates
-    with parts_of(workflow_func, judge_func, None, given).closing() as parts:
+    parts_given = parts_of(workflow_func, judge_func, None, given)
+    with parts_given.closing() as parts, system_faults(output):
         return _evaluated(evaluation_of(parts), chosen, k, temperature, limit, output)
 
 
