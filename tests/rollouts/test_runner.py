@@ -13,6 +13,7 @@ import pytest
 
 from tests.kit.clock import jump
 from tests.rewards import functions
+from tuner.config.source import MASK
 from tuner.errors import FunctionError, TrainingError
 from tuner.gateway import SamplingDefaults
 from tuner.rewards import in_process
@@ -527,6 +528,42 @@ def test_a_function_that_is_closed_ends_without_an_error():
     work = limits.without_exit(function())
     work.send(None)
     work.close()
+
+
+KEY = "sk-proj-ABCDEFGHIJ0123456789"
+
+
+async def raises_its_key(*_):
+    raise PermissionError(f"Incorrect API key provided: {KEY}")
+
+
+async def raises_its_url(*_):
+    raise ConnectionError(f"https://me:{KEY}@host/v1?key={KEY} gave no answer")
+
+
+async def rejects_with_its_key(*_):
+    raise Rejected(f"no access with {KEY}")
+
+
+@pytest.mark.parametrize("end", [raises_its_key, raises_its_url, rejects_with_its_key])
+async def test_no_record_and_no_log_holds_a_key(make_runner, end, tmp_path, caplog):
+    async def workflow(task, model):
+        await ask(model)
+        await end()
+
+    async def says_it(task, response):
+        return JudgeOutput(reward=0.0, feedback=f"{KEY} was rejected")
+
+    runners = [make_runner(workflow), make_runner(good_workflow, says_it)]
+    if end is not rejects_with_its_key:
+        runners.append(make_runner(good_workflow, lambda task, response: end()))
+    store = TraceStore(tmp_path)
+    for runner in runners:
+        (trace,) = await run(runner)
+        assert MASK in (trace.error or trace.feedback)
+        store.append(trace)
+    assert KEY not in "".join(file.read_text() for file in tmp_path.iterdir())
+    assert KEY not in caplog.text
 
 
 async def test_an_agent_that_catches_everything_is_cut_off_at_its_deadline(
