@@ -120,9 +120,9 @@ class _InProcess(Generic[P, T]):
         except Exception as error:
             raise RewardError(f"{self._name} raised {type(error).__name__}: {error}") from error
         if failed is not None:
-            error = RewardError(f"{self._name} raised {failed[0]}")
-            error.add_note(failed[1])
-            raise error
+            raised = RewardError(f"{self._name} raised {failed[0]}")
+            raised.add_note(failed[1])
+            raise raised
         return cast("T", result)
 
     def _running_pool(self) -> ProcessPool:
@@ -165,6 +165,7 @@ def _called(sent: bytes, arguments: bytes) -> bytes:
     if sent not in _RECEIVED:
         _RECEIVED[sent] = cloudpickle.loads(sent)
     args, kwargs = cloudpickle.loads(arguments)
+    ended: tuple[Any, tuple[str, str] | None]
     try:
         ended = _RECEIVED[sent](*args, **kwargs), None
     except BaseException as error:  # its class may be unknown to the other process
@@ -195,7 +196,7 @@ class _NewInterpreter(SpawnProcess):
             whole = spawn.get_preparation_data
             spawn.get_preparation_data = without_main
             try:
-                return SpawnProcess._Popen(process_obj)  # type: ignore[attr-defined]
+                return SpawnProcess._Popen(process_obj)
             finally:
                 spawn.get_preparation_data = whole
 
