@@ -1319,8 +1319,8 @@ class RemoteModel(Section):
         pattern=r"^https?://", description="URL of the API, usually ending in `/v1`."
     )
     model_name: str = Field(min_length=1, description="Name of the model at that URL.")
-    api_key_env: KeyVariable | None = Field(
-        default=None, description="Environment variable with the API key."
+    api_key_env: str | None = Field(
+        default=None, min_length=1, description="Environment variable with the API key."
     )
     max_concurrent: int | None = Field(
         default=None,
@@ -1339,6 +1339,11 @@ class RemoteModel(Section):
         allow_inf_nan=False,
         description="Price per million output tokens.",
     )
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _names_a_variable(cls, value: str | None) -> str | None:
+        return None if value is None else secret_variable(value)
 
     @property
     def prices(self) -> tuple[float, float]:
