@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import logging
 import os
+import signal
 import ssl
 import subprocess
 from pathlib import Path
@@ -70,6 +71,14 @@ def random_model_path(tmp_path_factory) -> Path:
     return save_chat_model(
         tmp_path_factory.mktemp("model"), num_hidden_layers=1, max_position_embeddings=256
     )
+
+
+@pytest.fixture
+def ctrl_c():
+    """It interrupts, also where a shell started the tests in the background and it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="module")

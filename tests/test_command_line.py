@@ -1,5 +1,7 @@
 """What the command line says of itself, and of what it cannot read."""
 
+import errno
+import os
 import sys
 import tomllib
 from pathlib import Path
@@ -8,6 +10,7 @@ import pytest
 
 import tuner
 from tuner import cli
+from tuner.errors import TunerError, system_faults
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
 
@@ -94,3 +97,89 @@ def test_version(capsys, monkeypatch):
     status, output, _ = said(capsys, monkeypatch, "--version")
     assert not status
     assert output == f"agentscope-tuner {tuner.__version__}\n"
+
+
+CONFIG = str(Path(__file__).parents[1] / "config.yaml")
+WITH_A_PATH = [
+    "run {}",
+    f"run {CONFIG} checkpoint_root_dir={{}}",
+    f"run {CONFIG} model.model_path={{}}",
+    f"run {CONFIG} buffer.explorer_input.taskset.path={{}}",
+    f"check {CONFIG} tuner.judge={{}}.py:judge",
+    f"eval {CONFIG} --limit 1 --output {{}}",
+    f"eval {CONFIG} --limit 1 --candidate {{}}",
+    "export {} FOLDER",
+    f"export {Path(CONFIG).parent / 'models/tiny_math'} {{}}",
+    "compare {} {}",
+    "view {} --report",
+    "replay {} --judge tests.kit.agents:judge",
+    "rerun {} train-1-0-0",
+    f"train {{}} --config {CONFIG}",
+    "rebase {} --judge x.py:f",
+    "init {}",
+    f"serve {CONFIG} checkpoint_root_dir={{}}",
+]
+
+
+@pytest.mark.parametrize("fault", ["file/a/b", "loop", "loop/a", "x" * 300])
+@pytest.mark.parametrize("command", WITH_A_PATH)
+def test_a_path_that_cannot_be_used_is_named(command, fault, capsys, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    monkeypatch.chdir(tmp_path)
+    arguments = command.format(*[tmp_path / fault] * 2).replace("FOLDER", str(tmp_path / "new"))
+    status, _, errors = said(capsys, monkeypatch, *arguments.split())
+    assert status == 2
+    assert "Traceback" not in errors
+    assert fault.partition("/")[0] in errors
+
+
+@pytest.mark.parametrize("command", [f"run {CONFIG}", "check config.yaml", "view run"])
+def test_a_working_directory_that_is_gone_is_one_sentence(command, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    status, _, errors = said(capsys, monkeypatch, *command.split())
+    assert (status, errors.count("\n")) == (2, 1)
+    assert "the working directory does not exist any more" in errors
+
+
+REFUSED = (
+    "EACCES EPERM EROFS EIO ENOSPC EDQUOT EFBIG ENOTDIR EISDIR ELOOP ENAMETOOLONG EMFILE ENOMEM"
+)
+
+
+@pytest.mark.parametrize("name", REFUSED.split())
+def test_what_the_system_refuses_names_the_path_and_what_to_do(name):
+    number = getattr(errno, name)
+    refused = OSError(number, os.strerror(number), "/data/x")
+    with pytest.raises(TunerError, match=rf"^/data/x: {os.strerror(number)}; \w+"), system_faults():
+        raise refused
+
+
+def test_a_full_disk_is_named_where_the_system_does_not(tmp_path):
+    message = rf"^a file, most likely in {tmp_path}: No space left on device; make room there"
+    with pytest.raises(TunerError, match=message), system_faults(tmp_path):
+        Path("/dev/full").write_text("x")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(errno.ENOENT, "", "of_ours"),
+        ConnectionRefusedError(errno.ECONNREFUSED, ""),
+        PermissionError(errno.EACCES, "bind"),
+        RuntimeError("of ours"),
+        ImportError("no module"),
+        ValueError("of ours"),
+    ],
+)
+def test_errors_of_another_kind_are_left_as_they_are(error):
+    with pytest.raises(type(error)) as raised, system_faults():
+        raise error
+    assert raised.value is error
+
+
+@pytest.mark.parametrize("error", [MemoryError(), ImportError("x.so: failed to map segment")])
+def test_too_little_memory_is_one_sentence(error):
+    with pytest.raises(TunerError, match=r"too little memory .*ulimit -v"), system_faults():
+        raise error

@@ -15,7 +15,14 @@ import typer
 import yaml
 
 from tuner.encoding import NotText, model_json, read_text_file, show_all
-from tuner.errors import ConfigError, MissingDependencyError, TrainingError, TunerError, pip_install
+from tuner.errors import (
+    ConfigError,
+    MissingDependencyError,
+    TrainingError,
+    TunerError,
+    pip_install,
+    system_faults,
+)
 from tuner.templates import Template, create, missing
 
 if TYPE_CHECKING:
@@ -802,9 +809,10 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         show_all(stream)
     try:
-        sys.exit(
-            app(prog_name="tuner", standalone_mode=False)
-        )  # None, or the code of an Exit, Ctrl-C's included
+        with system_faults():
+            sys.exit(
+                app(prog_name="tuner", standalone_mode=False)
+            )  # None, or the code of an Exit, Ctrl-C's included
     except UsageError as error:
         help_of = error.ctx.command_path if error.ctx is not None else "tuner"
         said = _removed(sys.argv[1:]) or f"{error.format_message()} (see: {help_of} --help)"
@@ -829,7 +837,9 @@ def _removed(arguments: list[str]) -> str | None:
 
 
 def _fail(error: TunerError, code: int) -> NoReturn:
-    typer.echo(f"{type(error).__name__}: {error}", err=True)
+    from tuner.config.source import without_secrets
+
+    typer.echo(without_secrets(f"{type(error).__name__}: {error}"), err=True)
     _say_notes(error)
     sys.exit(code)
 

@@ -1,5 +1,10 @@
 """The errors of `tuner`. Each says what was found, where, and how to fix it."""
 
+import errno
+import os
+import pathlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -82,3 +87,83 @@ class ServingError(TunerError, RuntimeError):
         self.message = message
         self.status = status
         self.code = code
+
+
+# What the operating system refuses, by error number, and what to do about it.
+DISK_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "make room there"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "let this user read and write there"),
+    errno.EROFS: "make it writable, or give another folder",
+    errno.EIO: "look after the disk",
+}
+_MEMORY = "free memory, or raise the limit of this process (ulimit -v)"
+# Those of the system, which name no file.
+_SYSTEM_REMEDIES = {
+    **{number: DISK_REMEDIES[number] for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)},
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
+    errno.ENOMEM: _MEMORY,
+}
+_NAMES = (errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EEXIST)
+_PATH_REMEDIES = {
+    **DISK_REMEDIES,
+    **_SYSTEM_REMEDIES,
+    **dict.fromkeys(_NAMES, "give another path"),
+}
+
+
+@contextmanager
+def system_faults(near: str | Path | None = None) -> Iterator[None]:
+    """Turn what the operating system refuses about files and memory into TunerErrors; also a
+    decorator. Other errors are left as they are.
+
+    Args:
+        near: Where files are written, for an error that names none.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, MemoryError, ImportError, SystemError) as error:
+        if isinstance(error, TunerError) or (said := _refused(error, near)) is None:
+            raise
+        raise TunerError(said) from error
+
+
+def _refused(error: Exception, near: str | Path | None) -> str | None:
+    """What the system refused, where, and what to do; None for errors of another kind."""
+    if _short_of_memory(error):
+        return f"there is too little memory ({type(error).__name__}: {error}); {_MEMORY}"
+    if isinstance(error, RuntimeError):
+        return f"a path cannot be used: {error}; give another" if _of_pathlib(error) else None
+    if not isinstance(error, OSError):
+        return None
+    if error.errno == errno.ENOENT and error.filename is None and _nowhere():
+        return "the working directory does not exist any more: change to one that does (cd)"
+    number = error.errno or 0
+    if isinstance(error.filename, str | os.PathLike):
+        remedy = _PATH_REMEDIES.get(number)
+        return remedy and f"{os.fspath(error.filename)}: {error.strerror}; {remedy}"
+    remedy = _SYSTEM_REMEDIES.get(number)
+    at = f"a file, most likely in {near}: " if near is not None else ""
+    return remedy and f"{at}{error.strerror}; {remedy}"
+
+
+def _short_of_memory(error: Exception) -> bool:
+    import resource
+
+    if isinstance(error, SystemError):  # libraries that do not check what they get
+        return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    return isinstance(error, MemoryError) or "failed to map segment" in str(error)
+
+
+def _of_pathlib(error: RuntimeError) -> bool:
+    """Whether a path is a loop of links, or in an unknown user's home."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return place is not None and place.tb_frame.f_code.co_filename == pathlib.__file__
+
+
+def _nowhere() -> bool:
+    try:
+        return not os.getcwd()
+    except FileNotFoundError:
+        return True

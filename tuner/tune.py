@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from tuner.config import RemoteModel, RunConfig
 from tuner.config.keys import require_model_libraries
 from tuner.config.load import Layers, checked, read_layers
-from tuner.errors import ConfigError, DatasetError, FunctionError
+from tuner.errors import ConfigError, DatasetError, FunctionError, system_faults
 from tuner.runs.directory import outside_event_loop
 from tuner.tasks.datasets import Task
 from tuner.tasks.functions import (
@@ -65,6 +65,7 @@ class RunPlan:
     history: History | None = None
 
 
+@system_faults()
 def tune(
     workflow_func: Callable[..., Any] | None = None,
     judge_func: Callable[..., Any] | None = None,
@@ -190,6 +191,7 @@ def leave_report(directory: RunDirectory, stopped: str | None) -> Path | None:
         return None
 
 
+@system_faults()
 def prepare(
     workflow_func: Callable[..., Any] | None = None,
     judge_func: Callable[..., Any] | None = None,
@@ -211,6 +213,7 @@ def prepare(
         return _prepared(layers, parts)
 
 
+@system_faults()
 def prepare_evaluation(
     workflow_func: Callable[..., Any] | None = None,
     judge_func: Callable[..., Any] | None = None,

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
+import string
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tuner.config import RunConfig, load_config
+from tuner.config import RemoteModel, RunConfig, load_config
 from tuner.config.foreign import FOREIGN, SameAs, find_foreign
 from tuner.config.keys import known_paths, nearest, schema_paths
 from tuner.config.schema import LoraSection
-from tuner.config.source import MASK, concealed, secret_references
+from tuner.config.source import MASK, concealed, secret_references, without_secrets
 from tuner.errors import ConfigError
 from tuner.runs.record import open_directory
 
@@ -637,3 +640,88 @@ def test_a_reference_with_a_secret_in_clear_beside_it_is_not_kept():
         raw, {"uri": "http://me:clear@h", "host": "http://h"}, "monitor.monitor_args"
     )
     assert found == {"http://h": "http://${oc.env:HOST}"}
+
+
+_BASE64 = string.ascii_letters + string.digits
+_KEYS = st.builds(
+    "{}{}1".format,
+    st.sampled_from(["sk-", "sk-proj-", "sk-ant-api03-", "hf_", "gsk_", "ghp_", "AKIA0000"]),
+    st.text(_BASE64, min_size=30, max_size=40).map(str.upper),
+)
+_HIDDEN = st.one_of(
+    _KEYS.map(lambda key: (key, key)),
+    *(
+        st.text(_BASE64, min_size=20, max_size=40).map(
+            lambda key, form=form: (form.format(key), key)
+        )
+        for form in (
+            "Authorization: Bearer {}",
+            "{{'x-api-key': '{}'}}",
+            "https://user:{}@host/v1",
+            "postgresql+psycopg://:{}@host/db",
+            "https://host/v1?key={}&n=1",
+            "https://host/v1?n=1&access_token={}",
+        )
+    ),
+)
+
+
+@given(st.text(), _HIDDEN, st.text())
+def test_keys_are_hidden_by_their_shape(before, hidden, after):
+    text, key = hidden
+    assume(key not in before + after)
+    shown = without_secrets(f"{before} {text} {after}")
+    assert key not in shown
+    assert MASK in shown
+    assert without_secrets(shown) == shown
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=8, max_size=30))
+@pytest.mark.parametrize("form", [str, repr, json.dumps, lambda key: quote(key, safe="")])
+def test_keys_of_the_environment_and_the_configuration_are_hidden_whatever_they_are(form, key):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("ODD_KEY", key)
+        text = form(key)
+        assume(text.strip("'\"") not in MASK)
+        assert text.strip("'\"") not in without_secrets(f"wrong: {text}!")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "KeyError: 'key'",
+        "basic understanding of the bearer authentication",
+        "api_key: argument is missing",
+        "scikit-learn-contrib, http://host:80/a@b, token=5, task-1234567890",
+    ],
+)
+def test_texts_without_secrets_are_as_they_were(text):
+    assert without_secrets(text) == text
+
+
+def test_a_key_given_in_clear_text_is_hidden_in_what_is_said_later(write, monkeypatch):
+    monkeypatch.setenv("HUB_TOKEN", "x")
+    load_config(write(IN_CLEAR.replace("clear-3", "a clear password")), overrides=["monitor={}"])
+    assert without_secrets("no access with 'a clear password'") == f"no access with '{MASK}'"
+
+
+@given(
+    _KEYS
+    | st.text(_BASE64, min_size=32, max_size=64).map(lambda key: f"{key}1")
+    | st.uuids().map(str)
+)
+def test_a_key_where_the_name_of_a_variable_belongs_is_refused_without_repeating_it(key):
+    for setting in ("tuner.engine", "tuner.serving", "tuner.auxiliary_models.a"):
+        name = "admin_key_env" if setting == "tuner.serving" else "api_key_env"
+        with pytest.raises(ConfigError, match=f"{setting}.{name} must be the name") as refused:
+            load_config(
+                settings={"tuner": {"auxiliary_models": {"a": REMOTE}}},
+                overrides=[f"{setting}.{name}={key}"],
+            )
+        assert key not in str(refused.value)
+    with pytest.raises(ValueError, match="must be the name of an environment variable") as refused:
+        RemoteModel(**REMOTE, api_key_env=key)
+    assert key not in str(refused.value)
+
+
+REMOTE = {"base_url": "https://host/v1", "model_name": "m"}

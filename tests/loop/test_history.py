@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from dataclasses import replace
 
 import pytest
@@ -400,6 +401,7 @@ def test_exploring_stops_where_no_rollout_comes_to_its_end(random_model_path, tm
         )
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_explored_rollouts_are_taken_up_after_an_interruption(random_model_path, tmp_path):
     """Nothing is sampled twice, and the result is there once."""
     asked = []
@@ -407,7 +409,7 @@ def test_explored_rollouts_are_taken_up_after_an_interruption(random_model_path,
     async def counting(task, model):
         asked.append(task)
         if len(asked) == 15:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
         return await letters(task, model)
 
     def explore():

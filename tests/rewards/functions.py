@@ -1,5 +1,6 @@
 """Reward functions that behave badly; a new interpreter imports this file."""
 
+import builtins
 import os
 import signal
 import threading
@@ -32,3 +33,7 @@ def fail(answer: str) -> float:
 
 def process_id() -> int:
     return os.getpid()
+
+
+def raise_named(error):
+    raise vars(builtins)[error]("odd")

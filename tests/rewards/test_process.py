@@ -2,6 +2,8 @@ import asyncio
 import importlib
 import os
 import pickle
+import subprocess
+import sys
 
 import cloudpickle
 import psutil
@@ -10,6 +12,7 @@ import pytest
 from tests.rewards import functions
 from tuner.errors import FunctionError, RewardError, RewardTimeout
 from tuner.rewards import in_process
+from tuner.tasks.loading import load_function
 
 
 async def test_the_function_runs_in_another_process():
@@ -31,6 +34,72 @@ async def test_a_function_that_came_by_value_is_sent_on(tmp_path, monkeypatch):
     finally:
         cloudpickle.unregister_pickle_by_value(module)
     assert await cloudpickle.loads(data)("abc") == 6
+
+
+SCRIPT = """
+import asyncio, json, threading
+from collections import namedtuple
+from tuner.errors import FunctionError, RewardError
+from tuner.rewards import in_process, math_judge
+
+print("run as", __name__, flush=True)
+Found = namedtuple("Found", "score")
+FACTOR, LOCK = 2, threading.Lock()
+
+class Odd(Exception): ...
+
+def score(text):
+    if not text:
+        raise Odd("nothing")
+    return Found(FACTOR * len(text))
+
+def locked(text):
+    with LOCK:
+        return len(text)
+
+async def main():
+    scored = in_process(score, workers=1)
+    found = await scored("abc")
+    assert type(found) is Found and found.score == 6
+    for function, text in ((scored, ""), (in_process(locked), "abc")):
+        try:
+            await function(text)
+        except (FunctionError, RewardError) as error:
+            print(type(error).__name__, error)
+    print(await math_judge()({"answer": "2"}, "2"))
+
+asyncio.run(main())
+"""
+
+
+def test_a_script_needs_no_guard_for_the_processes_of_its_functions(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    ran = subprocess.run(
+        [sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=60
+    )
+    started, raised, refused, judged = ran.stdout.splitlines()
+    assert started == "run as __main__"
+    assert raised == "RewardError score raised Odd: nothing"
+    assert refused.startswith("FunctionError in_process(locked): another process cannot get it")
+    assert "the global 'LOCK' is a lock" in refused
+    assert judged.startswith("reward=1.0")
+
+
+async def test_a_function_of_a_file_that_a_configuration_names_is_sent_too(tmp_path):
+    (tmp_path / "judges.py").write_text(
+        "from tuner.rewards import in_process\nFACTOR = 2\n"
+        "def length(text):\n    return FACTOR * len(text)\n"
+        "score = in_process(length, workers=1)\n"
+    )
+    score = load_function(f"{tmp_path}/judges.py:score", setting="tuner.judge")
+    assert await score("abc") == 6
+
+
+async def test_what_would_end_its_process_is_an_error_of_the_function():
+    raising = in_process(functions.raise_named, workers=1)
+    for error in ("KeyboardInterrupt", "SystemExit", "GeneratorExit"):
+        with pytest.raises(RewardError, match=f"raise_named raised {error}: odd"):
+            await raising(error)
 
 
 async def test_what_takes_too_long_is_a_timeout_and_the_next_call_works():

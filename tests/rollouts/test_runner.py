@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import math
+import signal
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ import pytest
 
 from tests.kit.clock import jump
 from tests.rewards import functions
+from tuner.config.source import MASK
 from tuner.errors import FunctionError, TrainingError
 from tuner.gateway import SamplingDefaults
 from tuner.rewards import in_process
@@ -445,7 +447,23 @@ async def raises_what_is_no_exception(*_):
     raise _NotAnException("odd")
 
 
-ENDS = [cancels_its_task, is_cancelled, exits, exits_in_a_thread, raises_what_is_no_exception]
+async def is_interrupted_by_itself(*_):
+    raise KeyboardInterrupt
+
+
+async def raises_what_closes_coroutines(*_):
+    raise GeneratorExit("done")
+
+
+ENDS = [
+    cancels_its_task,
+    is_cancelled,
+    exits,
+    exits_in_a_thread,
+    is_interrupted_by_itself,
+    raises_what_closes_coroutines,
+    raises_what_is_no_exception,
+]
 
 
 @pytest.mark.parametrize("end", ENDS)
@@ -474,6 +492,8 @@ async def test_every_rollout_has_an_outcome_whatever_ends_its_judge(make_runner,
         (cancels_its_task, Outcome.CANCELLED, "the workflow cancelled itself"),
         (exits, Outcome.WORKFLOW_ERROR, "SystemExit: 0"),
         (exits_in_a_thread, Outcome.WORKFLOW_ERROR, "SystemExit: no more"),
+        (is_interrupted_by_itself, Outcome.WORKFLOW_ERROR, "KeyboardInterrupt"),
+        (raises_what_closes_coroutines, Outcome.WORKFLOW_ERROR, "GeneratorExit: done"),
         (raises_what_is_no_exception, Outcome.WORKFLOW_ERROR, "_NotAnException: odd"),
     ],
 )
@@ -489,6 +509,61 @@ async def test_a_workflow_that_would_end_the_process_ends_its_rollout(
 
     (trace,) = await run(make_runner(plain if end is exits_in_a_thread else workflow))
     assert (trace.outcome, trace.error) == (outcome, error)
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_in_a_function_is_nobodys_but_the_persons():
+    async def function():
+        signal.raise_signal(signal.SIGINT)  # asyncio cancels what it runs
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(limits.without_exit(function()))
+
+
+def test_a_function_that_is_closed_ends_without_an_error():
+    async def function():
+        await asyncio.sleep(0)
+
+    work = limits.without_exit(function())
+    work.send(None)
+    work.close()
+
+
+KEY = "sk-proj-ABCDEFGHIJ0123456789"
+
+
+async def raises_its_key(*_):
+    raise PermissionError(f"Incorrect API key provided: {KEY}")
+
+
+async def raises_its_url(*_):
+    raise ConnectionError(f"https://me:{KEY}@host/v1?key={KEY} gave no answer")
+
+
+async def rejects_with_its_key(*_):
+    raise Rejected(f"no access with {KEY}")
+
+
+@pytest.mark.parametrize("end", [raises_its_key, raises_its_url, rejects_with_its_key])
+async def test_no_record_and_no_log_holds_a_key(make_runner, end, tmp_path, caplog):
+    async def workflow(task, model):
+        await ask(model)
+        await end()
+
+    async def says_it(task, response):
+        return JudgeOutput(reward=0.0, feedback=f"{KEY} was rejected")
+
+    runners = [make_runner(workflow), make_runner(good_workflow, says_it)]
+    if end is not rejects_with_its_key:
+        runners.append(make_runner(good_workflow, lambda task, response: end()))
+    store = TraceStore(tmp_path)
+    for runner in runners:
+        (trace,) = await run(runner)
+        assert MASK in (trace.error or trace.feedback)
+        store.append(trace)
+    assert KEY not in "".join(file.read_text() for file in tmp_path.iterdir())
+    assert KEY not in caplog.text
 
 
 async def test_an_agent_that_catches_everything_is_cut_off_at_its_deadline(

@@ -3,9 +3,11 @@
 import os
 import shutil
 import signal
+import socket
 from types import SimpleNamespace
 
 import gguf
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -282,3 +284,30 @@ def test_a_killed_run_resumes_with_the_same_path(file, tmp_path):
     gguf_files.write(file, tensors=gguf_files.weights(seed=1))
     with pytest.raises(ConfigError, match=r"the weights at model\.model_path have changed"):
         train()
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_name_on_the_hub_is_given_up_at_once_without_a_network(monkeypatch, tmp_path, offline):
+    constants = huggingface_hub.constants
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(model_folders, "_HUB_SECONDS", 0.2)
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        with pytest.raises(ModelLoadError, match=r"Org/Name.* which cannot be reached"):
+            load_tokenizer("Org/Name")
+        with pytest.raises(ModelLoadError, match=r"Org/Name.* which cannot be reached"):
+            load_settings("Org/Name")
+
+
+def test_a_model_in_the_hubs_cache_is_loaded_without_a_network(
+    monkeypatch, tmp_path, random_model_path
+):
+    cached = tmp_path / "models--Org--Name"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("1")
+    (cached / "snapshots").mkdir()
+    (cached / "snapshots" / "1").symlink_to(random_model_path)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    assert load_tokenizer("Org/Name").get_vocab()

@@ -5,13 +5,23 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import datasets
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
 
+from tests.kit import builders
 from tuner import Dataset, DatasetConfig
 from tuner.errors import ConfigError, DatasetError
-from tuner.tasks.datasets import check_fills_a_batch, load_tasks
+from tuner.runs.record import fingerprint_of
+from tuner.tasks import datasets as reading
+from tuner.tasks.datasets import check_fills_a_batch, load_tasks, row_text
+from tuner.traces.store import TRACES, trace_line, trace_to_json
 
 ROWS = [
     {"question": "What is 2 + 2?", "answer": "4"},
@@ -159,3 +169,92 @@ def test_a_row_that_cannot_be_written_down_is_refused():
     for row in (circle, {("a", "b"): 1}, {1: "a", "b": 2}):
         with pytest.raises(DatasetError, match=r"row 1 of .* cannot be serialised"):
             load_tasks([{"question": "a"}, row], role="train_dataset")
+
+
+# Whatever rows hold.
+
+
+class _Raises:
+    """An object none of whose methods works."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __repr__(self):
+        raise self.error
+
+    tolist = isoformat = __repr__
+
+
+def _nested(levels, leaf, wrap):
+    for level in range(levels):
+        leaf = {"a": leaf} if wrap and level % 2 else [leaf]
+    return leaf
+
+
+_INTEGERS = st.builds(lambda digits, sign: sign * 10**digits, st.integers(0, 6000), st.just(-1))
+_TEXTS = st.text(st.characters(exclude_categories=()), max_size=5)
+_OBJECTS = st.one_of(
+    st.binary(max_size=3),
+    st.datetimes(),
+    st.sets(st.integers(), max_size=2),
+    st.sampled_from([ValueError("no"), RecursionError(), OSError(5, "no")]).map(_Raises),
+    st.just(np.ones((2, 2))),
+    st.just(Image.new("RGB", (2, 2))),
+)
+_PLAIN = st.one_of(st.none(), st.booleans(), st.floats(allow_nan=False), _INTEGERS, _TEXTS)
+_VALUES = st.recursive(
+    _PLAIN | _OBJECTS,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(_TEXTS, inner, max_size=2),
+    max_leaves=4,
+)
+_DEEP = st.builds(_nested, st.integers(0, 300) | st.just(50_000), _PLAIN, st.booleans())
+
+
+def _stored(task):
+    trace = replace(builders.trace(0, 0, []), task=task)
+    return TRACES.parse(trace_line(trace_to_json(trace))).task
+
+
+@given(st.dictionaries(_TEXTS | st.integers(), _VALUES | _DEEP, max_size=3))
+def test_a_row_is_refused_at_once_or_can_be_kept_with_its_rollouts(row):
+    try:
+        (kept,) = load_tasks([row], role="train_dataset")
+    except DatasetError:
+        return
+    assert kept == row
+    stored = _stored(kept)
+    assert row_text(_stored(stored)) == row_text(stored)
+
+
+@pytest.mark.parametrize("text", ["1" * 5000, "[" * 500 + "]" * 500, "[" * 100_000 + "]" * 100_000])
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+@pytest.mark.parametrize("large", [False, True])
+def test_a_file_with_such_a_row_is_refused_by_its_name(tmp_path, monkeypatch, text, name, large):
+    monkeypatch.setattr(reading, "IN_MEMORY", 0 if large else reading.IN_MEMORY)
+    row = f'{{"a": {text}}}'
+    (tmp_path / name).write_text(f"[{row}]" if name == "rows.json" else f"{row}\n")
+    with pytest.raises(DatasetError, match=rf"{name}.*(more than \d+ (digits|levels))"):
+        load_tasks(tmp_path / name, role="train_dataset")
+
+
+def _images(colors):
+    rows = {"image": [Image.new("RGB", (2, 2), color) for color in colors]}
+    return datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image())
+
+
+@pytest.mark.parametrize("in_memory", [0, reading.IN_MEMORY])
+def test_images_are_the_same_rows_each_time_they_are_read(monkeypatch, in_memory):
+    monkeypatch.setattr(reading, "IN_MEMORY", in_memory)
+    first, second, other = (
+        fingerprint_of(load_tasks(_images(colors), role="t"))
+        for colors in (["red", "blue"], ["red", "blue"], ["red", "green"])
+    )
+    assert first == second != other
+
+
+def test_an_image_that_cannot_be_decoded_is_an_error_of_its_dataset():
+    rows = {"image": [{"bytes": b"no image", "path": None}]}
+    features = datasets.Features({"image": datasets.Image()})
+    with pytest.raises(DatasetError, match="Dataset given as dataset cannot be read"):
+        load_tasks(datasets.Dataset.from_dict(rows, features), role="t")

@@ -69,7 +69,7 @@ def test_lines_that_are_no_rows_are_named(tmp_path, nothing_fits):
     with pytest.raises(DatasetError, match=r"^train_dataset: .*rows\.jsonl:2: not valid JSON"):
         load_tasks(path, role="train_dataset")
     path.write_text('{"a": 1}\n[1]\n')
-    with pytest.raises(DatasetError, match=r"rows\.jsonl:2 is \[1\]; every row must be a dict"):
+    with pytest.raises(DatasetError, match=r"rows\.jsonl:2 is \[1\] \(list\); every row"):
         load_tasks(path, role="train_dataset")
 
 

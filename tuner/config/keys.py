@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 
 from tuner.config.foreign import FOREIGN, find_foreign
 from tuner.config.schema import RunConfig, Section, section_of
-from tuner.config.source import GGUF, PACKAGE
+from tuner.config.source import GGUF, PACKAGE, names_key
 from tuner.errors import MissingDependencyError, ModelLoadError, pip_install
 
 
@@ -88,6 +88,8 @@ def _sentence(detail: ErrorDetails, path: str, description: str) -> str:
     if detail["type"] in ("model_type", "dict_type"):
         return f"{path} is {_shown(detail['input'])}: must have keys under it{hint}"
     message = detail["msg"].removeprefix("Value error, ")
+    if names_key(path):  # without the value
+        return f"{path} {message}{hint}"
     message = message.replace("Input should be", "must be").replace("String should", "must")
     return f"{path} is {_shown(detail['input'])}: {message}{hint}"
 

@@ -37,6 +37,7 @@ from tuner.config.source import (
     parse_override,
     read_yaml,
     register_resolvers,
+    remember_secrets,
     secret_references,
 )
 from tuner.errors import ConfigError
@@ -240,6 +241,7 @@ def checked(layers: Layers) -> RunConfig:
     layers.raise_problems()
     assert config is not None
     config._references = dict(layers.references)
+    remember_secrets(config.model_dump(mode="json"), config._references)
     return config
 
 

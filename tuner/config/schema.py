@@ -52,7 +52,7 @@ from tuner.config.algorithms import (
     PolicyLossName,
     PromptTeacher,
 )
-from tuner.config.source import concealed
+from tuner.config.source import concealed, secret_variable
 from tuner.encoding import displayable
 from tuner.errors import ConfigError
 
@@ -80,6 +80,8 @@ def _inside(value: Any) -> Iterator[Any]:
         yield from _inside(one)
 
 
+# The name of an environment variable with a key.
+KeyVariable = Annotated[str, Field(min_length=1), AfterValidator(secret_variable)]
 # Passed on unchanged.
 Arguments = Annotated[dict[str, Any], null_is(dict)]
 
@@ -932,9 +934,8 @@ class EngineSection(Section):
         description="URLs of remote servers ([engines](operations.md#engines)), such as "
         "`http://10.0.0.2:8100`. Not set: vLLM is started here; SGLang is not.",
     )
-    api_key_env: str = Field(
+    api_key_env: KeyVariable = Field(
         default="TUNER_ENGINE_KEY",
-        min_length=1,
         description="Environment variable with the API key of the servers at `urls`. Optional "
         "for SGLang.",
     )
@@ -1317,9 +1318,8 @@ class PromotionSection(Section):
 class ServingSection(Section):
     """`tuner.serving.*`: keys, limits and storage of a server."""
 
-    admin_key_env: str = Field(
+    admin_key_env: KeyVariable = Field(
         default="TUNER_ADMIN_KEY",
-        min_length=1,
         description="Environment variable with the admin key. If it is not set, a key for this "
         "start is generated and printed, on loopback only.",
     )
@@ -1399,6 +1399,7 @@ class Penalize(Section):
 class RemoteModel(Section):
     """A frozen model behind an OpenAI-compatible URL, for workflows and judges."""
 
+    model_config = ConfigDict(hide_input_in_errors=True)  # a key, or a URL with one
     base_url: str = Field(
         pattern=r"^https?://", description="URL of the API, usually ending in `/v1`."
     )
@@ -1421,6 +1422,11 @@ class RemoteModel(Section):
         ge=0,
         description="Price per million output tokens.",
     )
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _names_a_variable(cls, value: str | None) -> str | None:
+        return None if value is None else secret_variable(value)
 
     @property
     def prices(self) -> tuple[float, float]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -36,7 +38,7 @@ class YamlFile:
 
 @dataclass(frozen=True)
 class Override:
-    """One `key=value`, the value read as YAML."""
+    """One `key=value`, the value read as YAML; `text` is for messages."""
 
     key: str
     value: Any
@@ -239,7 +241,10 @@ def parse_override(text: str) -> Override:
             "quote it if it is text"
         ) from None
     assert isinstance(parsed, dict)
-    return Override(key, parsed["value"], text)
+    found = parsed["value"]
+    if any(_is_secret(path, one) or names_key(path) for path, one in _leaves(found, key)):
+        text = f"{key}={MASK}"
+    return Override(key, found, text)
 
 
 # Placeholder in files and trackers for a secret that was given in clear text.
@@ -249,17 +254,99 @@ _SECRET_KEY = re.compile(
     r"|((access|api|auth|bearer|hf|refresh)_)?token",
     re.IGNORECASE,
 )
-_PASSWORD_IN_URL = re.compile(r"://[^/@\s]*:[^/@\s]+@")
+# Words are shorter than these, and have no digit.
+_NO_WORD = r"(?=[\w+/=.~*-]*[\d*]|[\w+/=.~*-]{20})"
+# What a URL holds before its host, and in its query.
+_SECRET_IN_URL = re.compile(
+    r"(?<=://)[^/\s]*:[^/\s]+(?=@)"
+    r"|(?<=[?&])(?P<name>(?:[\w-]*[_-])?(?:key|token|secret|password|passwd|sig|signature)=)"
+    r"(?!\(a secret)[^&#\s'\"<>]+",
+    re.IGNORECASE,
+)
+# Credentials of a request's header.
+_HEADER = re.compile(
+    r"(?P<name>\b(?:bearer|basic)\s+|\b(?:x-)?api[-_]key\b['\"]?\s*[:=]\s*['\"]?)"
+    rf"{_NO_WORD}[\w+/=.~-]{{8,}}",
+    re.IGNORECASE,
+)
+# Providers' keys, and JSON Web Tokens.
+_SHAPES = re.compile(
+    rf"(?<![\w-])(?:sk-{_NO_WORD}[\w*-]{{8,}}|(?:gsk|hf|xai|pplx|nvapi|r8|glpat|github_pat"
+    rf"|gh[oprsu]|[rs]k_(?:live|test))[_-]{_NO_WORD}[\w-]{{16,}}|AKIA[0-9A-Z]{{12,}}"
+    r"|AIza[\w-]{30,}|ya29\.[\w.-]{16,}|xox[a-z]-[\w-]{10,}|eyJ[\w-]{6,}\.[\w-]{6,}\.[\w-]*)"
+)
+_SECRET_VARIABLE = re.compile(r"(?:.*_)?(?:KEY|APIKEY|TOKEN|SECRET|PASSWORD|PASSWD)", re.IGNORECASE)
+_SHORTEST = 8  # of known secrets: shorter ones would hide words
+_VARIABLES = set[str]()
+_SECRETS = set[str]()
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*([^,}\s]+)[^}]*\}")
 
 
 def _is_secret(path: str, value: Any) -> bool:
     """Whether the value is a secret, which must not be written."""
-    if isinstance(value, bool) or not isinstance(value, str | int) or value in ("", "EMPTY"):
+    if not _may_be_secret(value):
         return False
-    name = next((part for part in reversed(path.split(".")) if not part.isdecimal()), "")
     unresolved = _watched(path) and "${oc.env:" in str(value)
-    return unresolved or bool(_SECRET_KEY.fullmatch(name) or _PASSWORD_IN_URL.search(str(value)))
+    return unresolved or _has_secret_name(path, value) or bool(_SECRET_IN_URL.search(str(value)))
+
+
+def _may_be_secret(value: Any) -> bool:
+    return (
+        isinstance(value, str | int) and not isinstance(value, bool) and value not in ("", "EMPTY")
+    )
+
+
+def _has_secret_name(path: str, value: Any) -> bool:
+    name = next((part for part in reversed(path.split(".")) if not part.isdecimal()), "")
+    return _may_be_secret(value) and bool(_SECRET_KEY.fullmatch(name))
+
+
+def names_key(path: str) -> bool:
+    """Whether a setting names the variable with a key: people give the key itself by mistake."""
+    return path.endswith("key_env")
+
+
+def secret_variable(name: str) -> str:
+    """The name of an environment variable whose value is a secret, which texts do not show.
+
+    Raises:
+        ValueError: It is a key, not a name; the message does not contain it.
+    """
+    long_word = re.fullmatch(r"(?=.*\d)[A-Za-z0-9]{20,}", name)
+    if long_word or not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) or _SHAPES.match(name):
+        raise ValueError(
+            "must be the name of an environment variable, and looks like a key: set a variable to "
+            "the key, and name the variable here (the value is not repeated, since it may be one)"
+        )
+    _VARIABLES.add(name)
+    return name
+
+
+def remember_secrets(tree: Any, references: Iterable[str] = ()) -> None:
+    """Let no text show the secrets among these settings, nor those of `secret_references`."""
+    clear = (str(value) for path, value in _leaves(tree) if _has_secret_name(path, value))
+    _SECRETS.update(clear, references)
+
+
+def without_secrets(text: str) -> str:
+    """A text of somebody else's code, such as an exception's, in which each secret is `MASK`.
+
+    Secrets are the values of the configuration and the environment that are known to be, keys and
+    credentials that look like such, and the user, password and keys of URLs.
+    """
+    named = (
+        value
+        for name, value in os.environ.items()
+        if name in _VARIABLES or _SECRET_VARIABLE.fullmatch(name)
+    )
+    known = {one for one in (*_SECRETS, *named) if len(one) >= _SHORTEST and one != MASK}
+    for one in sorted(known, key=len, reverse=True):
+        forms = (one, quote(one, safe="", errors="replace"), repr(one)[1:-1], json.dumps(one)[1:-1])
+        for form in (*forms, " ".join(one.split())):
+            text = text.replace(form, MASK)
+    text = _SECRET_IN_URL.sub(lambda found: (found["name"] or "") + MASK, text)
+    text = _HEADER.sub(lambda found: found["name"] + MASK, text)
+    return _SHAPES.sub(MASK, text)
 
 
 def secret_references(raw: Any, resolved: Any, path: str = "") -> dict[str, str]:
@@ -316,16 +403,18 @@ def concealed(value: Any, references: Mapping[str, str], path: str = "") -> Any:
     return references.get(value, value) if isinstance(value, str) and _watched(path) else value
 
 
-def masked(tree: Any, path: str = "") -> list[str]:
+def masked(tree: Any) -> list[str]:
     """Dotted paths of secrets that are masked in stored settings."""
-    if isinstance(tree, Mapping | list):
-        items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
-        return [
-            found
-            for key, item in items
-            for found in masked(item, f"{path}.{key}" if path else str(key))
-        ]
-    return [path] if tree == MASK else []
+    return [path for path, value in _leaves(tree) if value == MASK]
+
+
+def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested settings by dotted path."""
+    if not isinstance(tree, Mapping | list):
+        yield path, tree
+        return
+    for key, item in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+        yield from _leaves(item, f"{path}.{key}" if path else str(key))
 
 
 # Paths of our own files or folders.

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -20,7 +21,8 @@ from typing import Any, TypeVar
 
 from tuner.gateway import Session
 from tuner.gateway.sessions import Access
-from tuner.tasks.functions import LIBRARIES, OURS, in_thread, place_of
+from tuner.tasks.functions import LIBRARIES, OURS, in_thread, place_of, unwrapped
+from tuner.traces.store import text_of
 
 T = TypeVar("T")
 logger = logging.getLogger("tuner.rollout")
@@ -29,8 +31,8 @@ GRACE = 5.0
 
 
 class FunctionExit(Exception):
-    """A function raised what would end the process: SystemExit, or something that is no
-    Exception."""
+    """A function raised what would end the process: something that is no Exception, such as
+    SystemExit or KeyboardInterrupt."""
 
 
 async def contained(work: Coroutine[Any, Any, T], session: Access) -> T:
@@ -42,7 +44,7 @@ async def contained(work: Coroutine[Any, Any, T], session: Access) -> T:
     not end is abandoned, and the log names it.
 
     Raises:
-        Exited: It raised SystemExit, or something that is neither an Exception nor an interrupt.
+        FunctionExit: It raised something that is no Exception, and that Ctrl-C did not cause.
         CancelledError: This task was cancelled (`cancelling()` tells), or the function's own was.
     """
     task = asyncio.ensure_future(without_exit(work))
@@ -71,10 +73,31 @@ async def contained(work: Coroutine[Any, Any, T], session: Access) -> T:
 async def without_exit(work: Coroutine[Any, Any, T]) -> T:
     try:
         return await work
-    except (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
+    except (Exception, asyncio.CancelledError):
         raise
     except BaseException as error:  # it would end the event loop
-        raise FunctionExit(f"{type(error).__name__}: {error}") from error
+        if _closes_or_interrupts(error):
+            raise
+        text = text_of(error, str)
+        raise FunctionExit(f"{type(error).__name__}: {text}".removesuffix(": ")) from error
+
+
+def _closes_or_interrupts(error: BaseException) -> bool:
+    """Whether Python raised it to close the awaiting coroutine, or for Ctrl-C; else the function
+    did."""
+    place = error.__traceback__
+    if isinstance(error, GeneratorExit):
+        return place is None or place.tb_next is None
+    if not isinstance(error, KeyboardInterrupt):
+        return False
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    frames = [frame for frame, _ in traceback.walk_tb(place)]
+    handler = unwrapped(signal.getsignal(signal.SIGINT))
+    # Python's own handler has no frame.
+    return handler is signal.default_int_handler or (
+        getattr(handler, "__code__", None) in {frame.f_code for frame in frames}
+    )
 
 
 class RolloutEnd:

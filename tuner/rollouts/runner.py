@@ -13,6 +13,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from tuner.config.source import without_secrets
 from tuner.errors import FunctionError, RewardError, RewardTimeout, WorkerError
 from tuner.gateway import Gateway, SamplingDefaults, Session, SessionLimits
 from tuner.gateway.script import Divergence, Script
@@ -35,10 +36,10 @@ from tuner.tasks.functions import (
     judges_groups,
     raised_in,
     response_text,
-    text_of,
 )
 from tuner.tasks.selection import derive_seed, seed_everything
 from tuner.traces import Call, FunctionResult, Origin, Outcome, RolloutId, Trace
+from tuner.traces.store import text_of
 
 # One attempt at a rollout: its state so far, and its trace.
 
@@ -264,7 +265,8 @@ class JudgeResult:
 
     @staticmethod
     def of(output: JudgeOutput) -> JudgeResult:
-        said = output.metrics or {}, output.feedback
+        feedback = None if output.feedback is None else without_secrets(output.feedback)
+        said = output.metrics or {}, feedback
         if math.isfinite(output.reward):
             return JudgeResult(Outcome.COMPLETED, output.reward, *said)
         error = not_finite("judge", output.reward)
@@ -328,7 +330,8 @@ def of_workflow(error: BaseException, session: Access) -> tuple[Outcome, str]:
         own = error.outcome is Outcome.WORKFLOW_ERROR and session.errors
         return error.outcome, describe(session.errors[-1] if own else error, None)
     if isinstance(error, Rejected):
-        return Outcome.REJECTED, str(error) or "the workflow rejected the rollout"
+        said = without_secrets(text_of(error, str))
+        return Outcome.REJECTED, said or "the workflow rejected the rollout"
     if isinstance(error, RewardError):
         return of_judge(error), describe(error, None)
     return Outcome.WORKFLOW_ERROR, describe(error, session)
@@ -360,12 +363,12 @@ def place_of_error(error: BaseException) -> str | None:
 
 
 def describe(error: BaseException, session: Access | None) -> str:
-    """One line for people. An engine error says more than the client's error that results from
-    it."""
+    """One line for people, without secrets. An engine error says more than the client's error that
+    results from it."""
     cause = session.errors[-1] if session is not None and session.errors else error
     if isinstance(cause, RemoteFailure):
-        return cause.described
-    text = " ".join(text_of(cause, str).split())
+        return without_secrets(cause.described)
+    text = without_secrets(" ".join(text_of(cause, str).split()))
     text += next((hint for sign, hint in _HINTS.items() if sign in text), "")
     if isinstance(cause, FunctionExit):
         return text

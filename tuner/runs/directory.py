@@ -30,9 +30,9 @@ from filelock import FileLock, Timeout
 from pydantic import AfterValidator
 
 from tuner.config import RunConfig
-from tuner.config.source import LOADER, check_levels
+from tuner.config.source import LOADER, check_levels, without_secrets
 from tuner.encoding import DISPLAY_ERRORS
-from tuner.errors import ConfigError, TunerError
+from tuner.errors import DISK_REMEDIES, ConfigError, TunerError
 from tuner.traces.reading import AnyNumber, Integer, InvalidRecord, JsonReader, Text
 
 TRAINER_STATE = "trainer_state.pt"
@@ -241,18 +241,9 @@ def free_name(path: Path) -> Path:
     return candidate
 
 
-# Remedies for disk errors, by error number.
-_REMEDIES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room there"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "let this user read and write there"),
-    errno.EROFS: "make it writable, or give another checkpoint_root_dir",
-    errno.EIO: "look after the disk",
-}
-
-
 def _advice(error: Exception) -> str:
     number = error.errno if isinstance(error, OSError) else None
-    return _REMEDIES.get(number or 0, "see that the disk has room and can be written to")
+    return DISK_REMEDIES.get(number or 0, "see that the disk has room and can be written to")
 
 
 @contextmanager
@@ -263,7 +254,7 @@ def disk_faults(path: Path) -> Iterator[None]:
     except OSError as error:
         named = error.filename if isinstance(error.filename, str | os.PathLike) else None
         inside = named is not None and Path(named).is_relative_to(path)
-        if isinstance(error, TunerError) or not (inside or error.errno in _REMEDIES):
+        if isinstance(error, TunerError) or not (inside or error.errno in DISK_REMEDIES):
             raise
         raise TunerError(
             f"{named or f'a file, most likely in {path}'}: {error.strerror or error}; "
@@ -281,7 +272,7 @@ def make_private(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
-        if error.errno in _REMEDIES:  # not a matter of the name
+        if error.errno in DISK_REMEDIES:  # not a matter of the name
             raise
         raise ConfigError(
             f"checkpoint_root_dir: {path} cannot be made: {error.strerror} ({error.filename}); "
@@ -328,7 +319,8 @@ def reported(directory: RunDirectory, report: Report) -> Iterator[None]:
             yield
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt)
-        stopped = "interrupted" if interrupted else f"{type(error).__name__}: {error}"
+        said = f"{type(error).__name__}: {error}"
+        stopped = "interrupted" if interrupted else without_secrets(said)
         if directory.has_begun() and (left := report(directory, stopped)):
             error.add_note(f"what the run did until then: {left}")
         raise

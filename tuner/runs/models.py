@@ -9,8 +9,10 @@ import logging
 import os
 import re
 import shutil
+import threading
 import warnings
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -237,6 +239,52 @@ def _text(reader: Any, key: str) -> str:
     return "" if field is None else str(field.contents())
 
 
+_HUB_SECONDS = 4.0
+
+
+def _found(path: str, setting: str) -> str:
+    """`model_folder`, or the folder in the Hub's cache if the Hub cannot be reached: transformers
+    would try again for minutes."""
+    import huggingface_hub
+
+    folder = model_folder(path, setting)
+    if Path(folder).is_dir() or (fault := _hub_fault(folder)) is None:
+        return folder
+    cached = huggingface_hub.try_to_load_from_cache(folder, "config.json")
+    if isinstance(cached, str):
+        return str(Path(cached).parent)
+    said = next(iter(str(fault).splitlines()), "")
+    raise ModelLoadError(
+        f"{described(path, setting)} cannot be loaded: it is not in the cache of the Hugging Face "
+        f"Hub, which cannot be reached ({type(fault).__name__}: {said}); check the network and "
+        "HF_ENDPOINT, or give the folder of a model"
+    ) from fault
+
+
+def _hub_fault(name: str) -> BaseException | None:
+    """Why the Hub cannot be reached; None if it answers, whatever it says. Waits for seconds."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    asked = Future[None]()
+
+    def ask() -> None:
+        try:
+            get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_HUB_SECONDS)
+            asked.set_result(None)
+        except Exception as error:  # of the library below, which changes
+            asked.set_exception(error)
+
+    # Names are resolved without a limit, or with a long one.
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        fault = asked.exception(2 * _HUB_SECONDS)
+    except TimeoutError as error:
+        return error
+    answered = isinstance(fault, HfHubHTTPError) and fault.response.status_code < 500
+    return None if answered or isinstance(fault, HFValidationError) else fault
+
+
 def load_model(
     path: str, *, device: torch.device, dtype: torch.dtype, setting: str = "model.model_path"
 ) -> PreTrainedModel:
@@ -249,7 +297,7 @@ def load_model(
     """
     from transformers import AutoModelForCausalLM
 
-    folder = model_folder(path, setting)
+    folder = _found(path, setting)
     if (Path(path).expanduser() / ADAPTER_CONFIG).exists():
         raise ModelLoadError(_not_an_adapter(path, setting))
     with loading(described(path, setting), "a causal language model"), quiet_transformers():
@@ -324,7 +372,7 @@ def load_tokenizer(path: str, *, setting: str = "model.model_path") -> Any:
     token."""
     from transformers import AutoTokenizer
 
-    folder = model_folder(path, setting)
+    folder = _found(path, setting)
     with loading(described(path, setting), "a tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(folder)
     if tokenizer.eos_token_id is None:
@@ -339,7 +387,7 @@ def load_settings(path: str, *, setting: str = "model.model_path") -> Any:
     """The `config.json` of a model; raises ModelLoadError if there is none."""
     from transformers import AutoConfig
 
-    folder = model_folder(path, setting)
+    folder = _found(path, setting)
     with loading(described(path, setting), "a language model"):
         return AutoConfig.from_pretrained(folder)
 

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tuner.config.source import DATA_FILES, path_or_name
+from tuner.config.source import DATA_FILES, MOST_LEVELS, path_or_name
 from tuner.encoding import NotText, decoded, read_text_file, show_all
 from tuner.errors import ConfigError, DatasetError
-from tuner.tasks.functions import shown, text_of
+from tuner.tasks.functions import shown
+from tuner.traces.store import same_text
 
 # Rows read when a step takes them, for datasets that do not fit in memory.
 
@@ -74,7 +75,8 @@ class ArrowRows(LazyRows):
         return len(self._dataset)
 
     def row(self, index: int) -> Row:
-        return dict(self._dataset[index])
+        with _as_dataset_error(f"row {index}"):
+            return dict(self._dataset[index])
 
 
 class JsonLines(LazyRows):
@@ -121,11 +123,9 @@ class JsonLines(LazyRows):
             row = json.loads(decoded(line, number))
         except NotText as error:
             raise DatasetError(f"dataset {str(self._path)!r} cannot be read: {error}") from None
-        except ValueError as error:
-            raise DatasetError(f"{at}: not valid JSON: {error}") from None
-        if not isinstance(row, dict):
-            raise DatasetError(f"{at} is {row!r:.80}; every row must be a dict")
-        return row
+        except (ValueError, RecursionError) as error:
+            raise DatasetError(f"{at}: not valid JSON: {_fault(error)}") from None
+        return check_row(row, at)
 
 
 class StreamRows(LazyRows):
@@ -157,9 +157,7 @@ class StreamRows(LazyRows):
             self._next = max(0, index - _KEPT // 2)
             self._kept.clear()
         for row in islice(self._rows, index + 1 - self._next):
-            if not isinstance(row, dict):
-                raise DatasetError(f"row {self._next} of the stream is {row!r:.80}, not a dict")
-            self._kept[self._next] = row
+            self._kept[self._next] = check_row(row, f"row {self._next} of the stream")
             self._kept.pop(self._next - _KEPT, None)
             self._next += 1
         if self._next <= index:
@@ -266,22 +264,54 @@ def load_tasks(source: Any, *, role: str, endless: bool = False) -> Sequence[Tas
     if isinstance(rows, LazyRows):
         return rows
     for index, row in enumerate(rows):
-        at = f"{role}: row {index} of {described(source)}"
-        if not isinstance(row, dict):
-            raise DatasetError(f"{at} is {shown(row)}; every row must be a dict")
-        try:
-            row_text(row)
-        except (ValueError, TypeError, RecursionError) as error:
-            raise DatasetError(
-                f"{at} cannot be serialised ({error}): its keys must be strings, and no value may "
-                "contain itself"
-            ) from None
+        check_row(row, f"{role}: row {index} of {described(source)}")
     return rows
+
+
+def check_row(row: Any, at: str) -> Row:
+    """The row, which traces can hold.
+
+    Raises:
+        DatasetError: It is not a dict, or what it holds cannot be written and read again.
+    """
+    if not isinstance(row, dict):
+        raise DatasetError(f"{at} is {shown(row)}; every row must be a dict")
+    try:
+        text = row_text(row)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DatasetError(
+            f"{at} cannot be serialised ({_fault(error)}): its keys must be strings, and no value "
+            "may contain itself"
+        ) from None
+    if text.count("[") + text.count("{") > MOST_LEVELS and _levels(row) > MOST_LEVELS:
+        raise DatasetError(f"{at} is nested in more than {MOST_LEVELS} levels: make it flatter")
+    return row
+
+
+def _levels(value: Any) -> int:
+    """How deep lists and dicts are nested."""
+    levels, layer = 0, [value]
+    while layer := [one for one in layer if isinstance(one, dict | list | tuple)]:
+        levels += 1
+        layer = [item for one in layer for item in (one.values() if isinstance(one, dict) else one)]
+    return levels
+
+
+def _fault(error: Exception) -> str:
+    """Why a value cannot be read from JSON, or written."""
+    if isinstance(error, RecursionError):
+        return f"it is nested in more than {MOST_LEVELS} levels"
+    if isinstance(error, json.JSONDecodeError):
+        return str(error)
+    if "integer string conversion" in str(error):
+        most = sys.get_int_max_str_digits()
+        return f"an integer has more than {most} digits; give it as a text"
+    return str(error)
 
 
 def row_text(row: Task) -> str:
     """A row as one JSON text, objects of other types as their `repr`: its identity."""
-    return json.dumps(row, sort_keys=True, default=text_of)
+    return json.dumps(row, sort_keys=True, default=same_text)
 
 
 def check_fills_a_batch(tasks: Sequence[Task], batch_size: int, name: str) -> None:
@@ -313,13 +343,15 @@ def _rows_of(source: Any) -> Sequence[Any]:
     if isinstance(source, Sequence):
         return list(source)
     raise DatasetError(
-        f"it is {source!r:.80} ({type(source).__name__}); pass a Dataset, a datasets.Dataset, a "
-        "list of dicts or a path"
+        f"it is {shown(source)}; pass a Dataset, a datasets.Dataset, a list of dicts or a path"
     )
 
 
 def _arrow_rows(dataset: Any) -> Sequence[Any]:
-    return ArrowRows(dataset) if dataset.data.nbytes > IN_MEMORY else list(dataset)
+    if dataset.data.nbytes > IN_MEMORY:
+        return ArrowRows(dataset)
+    with _as_dataset_error(described(dataset)):
+        return list(dataset)
 
 
 def read_rows(path: str, subset: str | None, split: str | None) -> Sequence[Task]:
@@ -399,7 +431,7 @@ def _main_subset(path: str) -> str | None:
     """The default subset; logged, since there was a choice."""
     import datasets
 
-    with _as_dataset_error(path):
+    with _as_dataset_error(f"dataset {path!r}"):
         subsets = list(datasets.get_dataset_config_names(path))
     if len(subsets) < 2:
         return None
@@ -413,15 +445,15 @@ def _main_subset(path: str) -> str | None:
     )
 
 
-def _from_datasets(shown: str, path: str, **options: Any) -> Sequence[Task]:
+def _from_datasets(said: str, path: str, **options: Any) -> Sequence[Task]:
     import datasets
 
-    with _as_dataset_error(shown):
+    with _as_dataset_error(f"dataset {said!r}"):
         return _arrow_rows(datasets.load_dataset(path, **options))
 
 
 @contextmanager
-def _as_dataset_error(path: str) -> Iterator[None]:
+def _as_dataset_error(what: str) -> Iterator[None]:
     """Turn what `datasets` raises into a `DatasetError` that names the dataset."""
     try:
         yield
@@ -441,7 +473,7 @@ def _as_dataset_error(path: str) -> Iterator[None]:
             )
         else:
             text = f"cannot be read: {reason}"
-        raise DatasetError(f"dataset {path!r} {text}") from error
+        raise DatasetError(f"{what} {text}") from error
 
 
 def _text_of(path: Path) -> str:
@@ -462,6 +494,9 @@ def _read_json(path: Path) -> list[Any]:
         except json.JSONDecodeError as error:
             line = before + error.lineno
             raise DatasetError(f"{path}:{line}: not valid JSON: {error.msg}") from None
+        except (ValueError, RecursionError) as error:
+            at = f"{path}" if one_list else f"{path}:{before + 1}"
+            raise DatasetError(f"{at}: not valid JSON: {_fault(error)}") from None
     return values[0] if one_list else values
 
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from tuner.errors import DatasetError, FunctionError, TunerError
+from tuner.traces.store import text_of
 
 if TYPE_CHECKING:
     from tuner.config import RunConfig
@@ -112,14 +113,6 @@ class TaskRow(dict[str, Any]):
         raise MissingFieldError(
             f"the task has no field {key!r}; the fields of its dataset are: {', '.join(self)}"
         )
-
-
-def text_of(value: Any, form: Callable[[Any], str] = repr) -> str:
-    """`form(value)` of a user's object, whose own code may fail."""
-    try:
-        return form(value)
-    except Exception as error:
-        return f"<a {type(value).__name__} that cannot be shown: {type(error).__name__}>"
 
 
 def response_text(response: Any) -> str:
@@ -532,7 +525,7 @@ def wrong_return(value: Any, func: Callable[..., Any], signature: Signature) -> 
     if value is None:
         hint = " (is a return statement missing?)"
     elif isinstance(value, (int, float)):
-        hint = f": write {signature.output}(reward={value!r})"
+        hint = f": write {signature.output}(reward={text_of(value):.60})"
     return FunctionError(
         f"{where(func)} returned {shown(value)}; a {signature.role} returns "
         f"{signature.output}{hint}"

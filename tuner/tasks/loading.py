@@ -291,7 +291,7 @@ def _by_value(func: Callable[..., Any], role: str, read_back: bool) -> str:
         data = _pickled(func)
     except Exception as error:
         raise FunctionError(
-            f"the {role} {where(func)} cannot be sent to the workers: {_culprit(func, error)}; "
+            f"the {role} {where(func)} cannot be sent to the workers: {culprit(func, error)}; "
             "create it inside the function, or move the function into an installed package"
         ) from error
     _check_size(data, func, role)
@@ -365,7 +365,7 @@ def _own_modules() -> Iterator[ModuleType]:
             yield module
 
 
-def _culprit(func: Callable[..., Any], error: Exception) -> str:
+def culprit(func: Callable[..., Any], error: Exception) -> str:
     """Which of the things that `func` refers to cannot be pickled."""
     import cloudpickle
 

@@ -24,7 +24,7 @@ from pydantic import BaseModel
 from tuner.config import RemoteModel, RunConfig
 from tuner.config.keys import require_model_libraries
 from tuner.encoding import model_json
-from tuner.errors import ConfigError, TrainingError
+from tuner.errors import ConfigError, TrainingError, system_faults
 from tuner.gateway import SamplingDefaults
 from tuner.rollouts import StepPlan
 from tuner.runs.console import ConsoleMonitor
@@ -218,6 +218,7 @@ def difference(name: str, first: CandidateScores, other: CandidateScores) -> Dif
 _FILE = re.compile(r"[^\w.-]+")
 
 
+@system_faults()
 def evaluate(
     workflow_func: Callable[..., Any] | None = None,
     judge_func: Callable[..., Any] | None = None,
@@ -269,7 +270,8 @@ def evaluate(
         "overrides": overrides,
     }
     chosen = [candidates] if isinstance(candidates, str | Path) else candidates
-    with parts_of(workflow_func, judge_func, None, given).closing() as parts:
+    parts_given = parts_of(workflow_func, judge_func, None, given)
+    with parts_given.closing() as parts, system_faults(output):
         return _evaluated(evaluation_of(parts), chosen, k, temperature, limit, output)
 
 

@@ -32,7 +32,7 @@ from tuner.config import RunConfig
 from tuner.config.algorithms import ADVANTAGES
 from tuner.config.load import checked, read_layers
 from tuner.encoding import model_json
-from tuner.errors import ConfigError, TunerError
+from tuner.errors import ConfigError, TunerError, system_faults
 from tuner.rollouts.chat_models import default_kind
 from tuner.rollouts.groups import BatchLog, taken_until
 from tuner.runs.auxiliary import AuxiliaryModels
@@ -80,6 +80,7 @@ class Rebase:
         return f"{self.record}\n{self.result}"
 
 
+@system_faults()
 def rebase(
     run: str | Path,
     judge: Function | str,

@@ -23,6 +23,7 @@ from pydantic import BaseModel
 from tuner.config import RemoteModel
 from tuner.config.keys import located, require_model_libraries
 from tuner.config.schema import Penalize
+from tuner.config.source import without_secrets
 from tuner.encoding import model_json
 from tuner.errors import ConfigError, TrainingError
 from tuner.gateway import SamplingDefaults
@@ -251,7 +252,8 @@ def _candidate(
         return ModelCandidate(name_of(given), given, _chat_identity(given), run, _asked(given))
     if isinstance(given, RemoteModel):
         given.api_key(f"candidate_models: {given.model_name}")  # before any request
-        name, identity = given.model_name, given.model_dump(include={"base_url", "model_name"})
+        name, url = given.model_name, without_secrets(given.base_url)
+        identity = {"base_url": url, "model_name": name}
         prices = None if given.cost(0, 0) is None else given.prices
         return ModelCandidate(name, given, identity, run, partial(elsewhere, remote=given), prices)
     if isinstance(given, TunerModelConfig):

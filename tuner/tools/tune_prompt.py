@@ -21,12 +21,14 @@ from typing import Any
 import openai
 
 from tuner.config import RemoteModel
+from tuner.config.source import concealed
 from tuner.errors import (
     ConfigError,
     FunctionError,
     MissingDependencyError,
     TrainingError,
     pip_install,
+    system_faults,
 )
 from tuner.gateway import SamplingDefaults
 from tuner.rollouts.chat_models import remote_client
@@ -71,6 +73,7 @@ GEPAS = ("minibatch_size", "perfect_score")
 """Settings that MIPROv2 does not use."""
 
 
+@system_faults()
 def tune_prompt(
     workflow_func: Callable[..., Any] | None = None,
     judge_func: Callable[..., Any] | None = None,
@@ -410,7 +413,7 @@ class PromptSearch:
 
     def _continues(self, directory: RunDirectory) -> bool:
         """True if the directory's result is from this search; writes `search.json`."""
-        now = {"first": self.first, **self.settings.model_dump(mode="json")}
+        now = {"first": self.first, **concealed(self.settings.model_dump(mode="json"), {})}
         file = directory.path / "search.json"
         if not file.exists() and directory.has_begun():
             raise ConfigError(

@@ -3,8 +3,10 @@ continues."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import types
 from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -509,13 +511,35 @@ def trace_line(data: dict[str, Any]) -> bytes:
         return f"{_AS_ASCII(data)}\n".encode()
 
 
+def text_of(value: Any, form: Callable[[Any], str] = repr) -> str:
+    """`form(value)` of a user's object, whose own code may fail."""
+    try:
+        return form(value)
+    except Exception as error:
+        return f"<a {type(value).__name__} that cannot be shown: {type(error).__name__}>"
+
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+def same_text(value: Any) -> str:
+    """The repr of a user's object, which is the same in every process: instead of an address in
+    memory it has a digest of the content, such as an image's."""
+
+    def digest(value: Any) -> str:
+        return f" of {hashlib.blake2b(value.tobytes(), digest_size=16).hexdigest()}"
+
+    text = text_of(value)
+    if not _ADDRESS.search(text):
+        return text
+    content = text_of(value, digest) if hasattr(value, "tobytes") else ""
+    return _ADDRESS.sub("", text) + content
+
+
 def _unserializable(value: Any) -> Any:
     """Dataset rows may contain dates, arrays or images: keep what is readable, else the repr."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if hasattr(value, "isoformat"):
-        return value.isoformat()
-    return repr(value)
+    form = getattr(value, "tolist", None) or getattr(value, "isoformat", None)
+    return same_text(value) if form is None else text_of(value, lambda _: form())
 
 
 # Created once: `json.dumps` creates an encoder in each call with options.

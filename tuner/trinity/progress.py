@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.config.algorithms import ALGORITHMS
+from tuner.config.source import without_secrets
 from tuner.errors import FunctionError, TrainingError
 from tuner.runs.directory import RunDirectory, write_atomically
 from tuner.runs.metrics import evaluation_metrics, rollout_metrics, time_split
@@ -41,7 +42,7 @@ class Journal:
         """Record that the run must stop; the driver ends it. The first reason is kept."""
         with self._lock():
             if self.reason() is None:
-                reason = {"error": type(error).__name__, "message": str(error)}
+                reason = {"error": type(error).__name__, "message": without_secrets(str(error))}
                 write_atomically(self.folder / "stop.json", json.dumps(reason))
 
     def reason(self) -> dict[str, Any] | None:

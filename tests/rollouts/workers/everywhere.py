@@ -75,7 +75,7 @@ LEFT_OUT = {
         "[hanging-timeout-no result within 60 s]",
         f"{_RUNNER}::test_timed_out_attempt_never_reaches_the_retry_trace",
     ],
-    "its function raises KeyboardInterrupt, which ends a worker and not the run": [
+    "its function interrupts its process, which is not the run's": [
         "tests/loop/test_history.py::test_explored_rollouts_are_taken_up_after_an_interruption",
     ],
     "its judge asks a model of one request at a time, of which two workers have no share": [

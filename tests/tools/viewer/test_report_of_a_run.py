@@ -71,14 +71,6 @@ def test_a_run_that_fails_leaves_its_report_with_the_reason(random_model_path, t
     assert data["total_traces"] == 2 + 6
 
 
-@pytest.fixture
-def ctrl_c():
-    """It interrupts, also where a shell started the tests in the background and it is ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("ctrl_c")
 def test_an_interrupted_run_leaves_its_report(random_model_path, tmp_path):
     pressed = []

@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from tuner.config import RunConfig
+from tuner.config.source import without_secrets
 from tuner.errors import ConfigError, TunerError
 from tuner.gateway import Session
 from tuner.loop import update
@@ -148,10 +149,10 @@ class Learner:
                 if not await self.turn():
                     await asyncio.sleep(LOOK)
         except TunerError as error:
-            self.failure = str(error)
+            self.failure = without_secrets(str(error))
             logger.error("learning has stopped, serving continues: %s", error)
         except Exception as error:
-            self.failure = f"{type(error).__name__}: {error}"
+            self.failure = without_secrets(f"{type(error).__name__}: {error}")
             logger.exception("learning has stopped, serving continues")
 
     async def turn(self) -> bool:
