@@ -362,6 +362,8 @@ def plain(task, model):
 
 
 async def group_judge(task, responses):
+    if task.get("judge dies"):
+        os._exit(1)
     return [JudgeOutput(reward=one.score / len(responses)) for one in responses]
 
 
