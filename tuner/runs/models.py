@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import shutil
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger(__name__)
+# While transformers loads a model it exchanges functions of torch and of its own: a second thread
+# that loads meanwhile gets weights without data, and leaves torch changed.
+_LOADING = threading.RLock()
 _FORM = 1  # version of the saved form; change it if a change here changes what is saved
 # Vocabularies that split every digit, by llama.cpp's names of pre-tokenizers.
 _SINGLE_DIGITS = ("codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder")
@@ -72,9 +76,11 @@ def loading(
     advice: str = "",
     errors: type[Exception] | tuple[type[Exception], ...] = Exception,
 ) -> Iterator[None]:
-    """Turn errors about `what`, which should be of some `kind`, into a ModelLoadError."""
+    """Turn errors about `what`, which should be of some `kind`, into a ModelLoadError. Other
+    threads wait before they load something."""
     try:
-        yield
+        with _LOADING:
+            yield
     except errors as error:
         first_line = next(iter(str(error).strip().splitlines()), "")
         wanted = f" as {kind}" if kind else ""
