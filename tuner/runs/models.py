@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import logging
 import os
 import re
@@ -25,7 +24,7 @@ from transformers import PreTrainedModel
 from tuner.config.keys import check_path, located, require_gguf
 from tuner.config.schema import DEFAULT_ALPHA, DEFAULT_RANK, DEFAULT_TARGETS, LoraSection
 from tuner.errors import ConfigError, MissingDependencyError, ModelLoadError, pip_install
-from tuner.runs.directory import ADAPTER_CONFIG
+from tuner.runs.directory import ADAPTER_CONFIG, OBJECTS
 from tuner.runs.record import fingerprint_of_weights
 from tuner.tasks.selection import derive_seed
 from tuner.training.references import AdapterReference
@@ -396,7 +395,7 @@ def _not_an_adapter(path: str, setting: str) -> str:
     folder = Path(path).expanduser()
     base = "its base model"
     if (folder / ADAPTER_CONFIG).exists():
-        recorded = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        recorded = OBJECTS.document(folder / ADAPTER_CONFIG, "download the adapter again")
         base = f"{recorded.get('base_model_name_or_path')!r}, {base}"
     return (
         f"{setting} = {path!r} is an adapter, not a model. To continue its training, set "

@@ -68,16 +68,24 @@ class JsonReader(Generic[T]):
         return TypeAdapter(self._form() if made else self._form)
 
     def parse(self, text: bytes) -> T:
-        """Parse and check a value; raises InvalidRecord. Nesting is limited to about 200 levels."""
+        """Parse and check a value; raises InvalidRecord."""
         try:
             try:
                 return self._adapter.validate_json(text)
             except ValidationError as error:
-                whole = _HALF_PAIR.sub(rb"\\u0", text)
-                if whole == text or error.errors()[0]["type"] != "json_invalid":
+                if error.errors()[0]["type"] != "json_invalid":
                     raise
-            self._adapter.validate_json(whole)
-            return self._adapter.validate_python(json.loads(text))
+                if "recursion limit" not in str(error):
+                    whole = _HALF_PAIR.sub(rb"\\u0", text)
+                    if whole == text:
+                        raise
+                    self._adapter.validate_json(whole)
+                # What Python's writer can write, its reader can read: also more than 200 levels.
+                try:
+                    value = json.loads(text)
+                except (ValueError, RecursionError):
+                    raise error from None
+            return self._adapter.validate_python(value)
         except ValidationError as error:
             raise InvalidRecord(_sentence(error)) from None
 
