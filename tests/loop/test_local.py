@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.kit import runs
 from tuner.config.keys import check_path
-from tuner.errors import ConfigError, FunctionError, ModelLoadError, TrainingError
+from tuner.errors import ConfigError, FunctionError, ModelLoadError, TrainingError, TunerError
 from tuner.loop import run_local
 from tuner.rollouts.chat_models import default_kind
 from tuner.runs.models import load_model, load_tokenizer
@@ -344,6 +344,16 @@ def test_folder_without_a_model_or_tokenizer_says_so(tmp_path):
         load_model(str(tmp_path), device=torch.device("cpu"), dtype=torch.float32)
     with pytest.raises(ModelLoadError, match="tokenizer"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[1]", "[" * 5000, "\ud83d", '{"base_model_name_or_path": [1]}']
+)
+def test_a_damaged_adapter_is_no_model_in_a_sentence(tmp_path, text):
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(TunerError, match="adapter") as found:
+        load_model(str(tmp_path), device=torch.device("cpu"), dtype=torch.float32)
+    assert str(tmp_path) in str(found.value)
 
 
 def test_models_loaded_in_threads_are_whole_and_leave_pytorch_as_it_was(random_model_path):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -42,7 +41,6 @@ Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 # For values that the writer may store as not finite: reading one is not a fault of the file.
 AnyNumber = Annotated[float, Field(strict=True)]
 
-_HALF_PAIR = re.compile(rb"\\u[dD](?=[89a-fA-F])")
 _TAGS = {"int", "float", "constrained-int"}  # of the members of a union, at the end of a place
 _SHOWN = 3  # number of skipped lines whose problem is shown
 
@@ -75,14 +73,10 @@ class JsonReader(Generic[T]):
             except ValidationError as error:
                 if error.errors()[0]["type"] != "json_invalid":
                     raise
-                if "recursion limit" not in str(error):
-                    whole = _HALF_PAIR.sub(rb"\\u0", text)
-                    if whole == text:
-                        raise
-                    self._adapter.validate_json(whole)
-                # What Python's writer can write, its reader can read: also more than 200 levels.
+                # What Python writes and pydantic's parser rejects: halves of UTF-16 pairs, and
+                # more than 200 levels.
                 try:
-                    value = json.loads(text)
+                    value = json.loads(text.decode())
                 except (ValueError, RecursionError):
                     raise error from None
             return self._adapter.validate_python(value)
