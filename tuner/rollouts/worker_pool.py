@@ -550,10 +550,8 @@ class Pool:
         levels = {"": root.level, **named}
         path = [*sys.path] if self.placing is None else None
         sent = Setup(*self._sent, self.kind, path, levels, timeout=self.timeout)
-        if self.placing is not None:
-            worker = self.placing.worker(sent, self._replace)
-        else:
-            worker = WorkerProcess(sent, self._replace)
+        make = WorkerProcess if self.placing is None else self.placing.worker
+        worker: Worker = make(sent, self._replace)
         for changed in (worker.ready, worker.ended):
             changed.add_done_callback(self._wake)
         return worker

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from math import log2
 from statistics import fmean
 from types import SimpleNamespace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NotRequired, TypeVar
 
 from pydantic import AfterValidator, Field
 
@@ -215,7 +215,7 @@ class _Quiet:
 
 def _connected(tree: dict[str, Any]) -> dict[str, Any]:
     """Refuse a tree whose parts refer to something that is missing from it."""
-    first = next(iter(tree["candidates"]), {"prompts": {}})
+    first: dict[str, Any] = next(iter(tree["candidates"]), {"prompts": {}})
     numbers = {one["number"] for one in tree["candidates"]}
     for one in tree["candidates"]:
         if one["prompts"].keys() != first["prompts"].keys():
@@ -228,29 +228,25 @@ def _connected(tree: dict[str, Any]) -> dict[str, Any]:
 
 _ROW = Annotated[str, Field(pattern=r"^\d{1,15}$")]
 _PROPOSAL = {"number": Count, "parents": list[Count]}
-_COMPARED = {"prompts": dict[Text, Text], "scores": dict[_ROW, Number], "mean": Number}
+_SCORED = {"prompts": dict[Text, Text], "scores": dict[_ROW, Number], "mean": Number}
 _SPENT = ("rollouts", "reflections", "input_tokens", "output_tokens")
-TREES = JsonReader[dict[str, Any]](
-    Annotated[
-        closed(
-            "Tree",
-            {
-                "compare_on": list[Count],
-                "candidates": list[
-                    closed("Compared", {**_PROPOSAL, **_COMPARED, "rollouts": Count})  # type: ignore[misc]
-                ],
-                "rejected": list[
-                    closed("Rejected", {**_PROPOSAL, "score_before": Number, "score": Number})  # type: ignore[misc]
-                ],
-                "failed": dict[Text, Count],
-                **dict.fromkeys(_SPENT, Count),
-                "cost": Number,
-            },
-        ),
-        AfterValidator(_connected),
-    ],
-    "the tree of a search",
-)
+
+
+def _tree() -> Any:
+    compared = closed("ComparedCandidate", {**_PROPOSAL, **_SCORED, "rollouts": Count})
+    rejected = closed("RejectedProposal", {**_PROPOSAL, "score_before": Number, "score": Number})
+    parts = {
+        "compare_on": list[Count],
+        "candidates": list[compared],  # type: ignore[valid-type]
+        "rejected": list[rejected],  # type: ignore[valid-type]
+        "failed": NotRequired[dict[Text, Count]],
+        "cost": NotRequired[Number],
+    }
+    made = closed("SearchTree", parts | dict.fromkeys(_SPENT, NotRequired[Count]))
+    return Annotated[made, AfterValidator(_connected)]
+
+
+TREES = JsonReader[dict[str, Any]](_tree, "the tree of a search")
 """`tree.json`, as `CandidateTree` writes it."""
 
 
