@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +33,7 @@ from typing import Any, TypeVar
 import torch
 
 from tuner.config import RunConfig
-from tuner.errors import TrainingError
+from tuner.errors import ConfigError, TrainingError
 from tuner.gateway import SamplingDefaults
 from tuner.rollouts import Rollouts, StepPlan
 from tuner.runs.console import ConsoleMonitor
@@ -70,6 +71,7 @@ from tuner.training.trainer import PolicyTrainer
 logger = logging.getLogger("tuner")
 Task = dict[str, Any]
 T = TypeVar("T")
+_THE_RUN = threading.Lock()  # of this process: it sets torch's modes, threads and random states
 
 
 def run_local(
@@ -93,11 +95,14 @@ def run_local(
         eval_tasks: Rows of each evaluation set, by its name.
         history: Recorded rollouts, in place of `train_tasks`.
         report: Writes a report of the run however it ends.
+
+    Raises:
+        ConfigError: Another run is training in this process.
     """
     data = training_data(config, train_tasks, history)
     total_steps = planned_steps(config, units(data))
     told = train_tasks if history is None else history.fingerprint
-    with open_directory(config, {"train": told, **eval_tasks}) as directory:
+    with _only_run(config), open_directory(config, {"train": told, **eval_tasks}) as directory:
         finished = finished_result(directory, config, total_steps)
         if finished is not None:
             logger.warning("%s is complete; returning its result", directory.path)
@@ -106,6 +111,19 @@ def run_local(
         record = RunRecord(config, directory, total_steps)
         with reported(directory, report), deterministic_torch(config.tuner.deterministic):
             return run_async(_run(config, record, workflow, judge, data, eval_tasks))
+
+
+@contextmanager
+def _only_run(config: RunConfig) -> Iterator[None]:
+    if not _THE_RUN.acquire(blocking=False):
+        raise ConfigError(
+            "another tune() is running in this process, and both would change its settings of "
+            f"PyTorch: start {config.run_dir} when the other one has ended, or in its own process"
+        )
+    try:
+        yield
+    finally:
+        _THE_RUN.release()
 
 
 async def _run(

@@ -1,9 +1,11 @@
 """The loop: what stops it, what it counts, what it writes. A real engine on a random model."""
 
+import asyncio
 import io
 import json
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -11,12 +13,12 @@ import huggingface_hub
 import openai
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.kit import runs
 from tuner.config.keys import check_path
 from tuner.encoding import displayable
-from tuner.errors import ConfigError, FunctionError, ModelLoadError, TrainingError
+from tuner.errors import ConfigError, FunctionError, ModelLoadError, TrainingError, TunerError
 from tuner.loop import run_local
 from tuner.rollouts.chat_models import default_kind
 from tuner.runs.directory import read_metrics
@@ -384,6 +386,63 @@ def test_folder_without_a_model_or_tokenizer_says_so(tmp_path):
         load_model(str(tmp_path), device=torch.device("cpu"), dtype=torch.float32)
     with pytest.raises(ModelLoadError, match="tokenizer"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "[" * 5000, '{"base_model_name_or_path": [1]}'])
+def test_a_damaged_adapter_is_no_model_in_a_sentence(tmp_path, text):
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(TunerError, match="adapter") as found:
+        load_model(str(tmp_path), device=torch.device("cpu"), dtype=torch.float32)
+    assert str(tmp_path) in str(found.value)
+
+
+def test_models_loaded_in_threads_are_whole_and_leave_pytorch_as_it_was(random_model_path):
+    before = torch.linspace, torch.nn.init.normal_, PreTrainedModel.tie_weights
+    together = threading.Barrier(4)
+
+    def weights(_):
+        together.wait()
+        path = str(random_model_path)
+        model = load_model(path, device=torch.device("cpu"), dtype=torch.float32)
+        return [parameter.sum().item() for parameter in model.parameters()]
+
+    with ThreadPoolExecutor(4) as threads:
+        first, *others = threads.map(weights, range(40), timeout=60)
+    assert others == [first] * 39
+    assert before == (torch.linspace, torch.nn.init.normal_, PreTrainedModel.tie_weights)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_second_run_in_the_process_is_refused_and_the_next_one_is_not(
+    random_model_path, tmp_path, fails
+):
+    """The second one is started in each rollout of the first."""
+    refused = []
+
+    async def workflow(task, model):
+        refused.append(await asyncio.to_thread(second))
+        if fails:
+            raise ValueError("no answer")
+        return await runs.workflow(task, model)
+
+    def second():
+        with pytest.raises(
+            ConfigError, match=r"another tune\(\) is running.*second/p/run"
+        ) as found:
+            tune(random_model_path, tmp_path / "second")
+        return found
+
+    def first():
+        tune(random_model_path, tmp_path / "first", "tuner.signal_patience=1", workflow=workflow)
+
+    if fails:
+        with pytest.raises(TrainingError, match="no answer"):
+            first()
+    else:
+        first()
+    assert refused
+    assert not (tmp_path / "second").exists()
+    assert tune(random_model_path, tmp_path / "third").status == "completed"
 
 
 def test_context_longer_than_the_model_is_refused(random_model_path, tmp_path):

@@ -6,6 +6,7 @@ import re
 import jsonschema
 import pytest
 
+from tests.kit.builders import call
 from tests.serving.served import ADMIN, MODEL, say, served
 from tuner.gateway.requests import MAX_DEPTH
 from tuner.serving.client import AsyncClient
@@ -423,3 +424,23 @@ async def test_health_needs_no_key_and_metrics_no_key_on_this_machine(asking, mo
     assert (await asking.http.get("/metrics", headers=through)).status_code == 401
     through |= {"Authorization": f"Bearer {ADMIN}"}
     assert (await asking.http.get("/metrics", headers=through)).status_code == 200
+
+
+async def test_a_damaged_row_is_named_and_no_failure_of_the_server(asking):
+    """Each column of a session and of its calls, by wrong values; the other session is answered."""
+    (id_, _), (other, _) = [await asking.opened(tags=["a"]) for _ in range(2)]
+    asking.server.store.add_calls(id_, [call("c-1", [1, 2], [3], [-0.5])])
+    store, statuses = asking.server.store, set()
+    for table, row in (("sessions", f"id = '{id_}'"), ("calls", "id = 'c-1'")):
+        columns = [name for _, name, *_ in store.ask(f"PRAGMA table_info({table})")]
+        for column in set(columns) - {"id", "key", "number", "session"}:
+            ((whole,),) = store.ask(f'SELECT "{column}" FROM {table} WHERE {row}')
+            for wrong in ("{", b"\xff"):
+                store.change(f'UPDATE {table} SET "{column}" = ? WHERE {row}', wrong)
+                for path in ("", "?tag=a", f"/{id_}", f"/{id_}/calls", f"/{other}"):
+                    answer = await asking.control("GET", f"/sessions{path}")
+                    statuses.add(answer.status_code)
+                    assert answer.status_code < 500, (column, path, answer.text)
+                    assert answer.status_code == 200 or id_ in path
+            store.change(f'UPDATE {table} SET "{column}" = ? WHERE {row}', whole)
+    assert statuses == {200, 410}

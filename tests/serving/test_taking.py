@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from tests.kit.builders import call
 from tests.serving.learning_parts import Server, config, run
 from tuner.runs.directory import read_metrics
@@ -198,4 +200,41 @@ def test_judged_calls_come_to_their_mean_and_one_that_was_not_delivered_is_not_t
     found = source.taken(source.ready(), step=1, version=0)
     assert [trace.reward for trace in found.traces] == [0.5, 0.25]
     assert found.batch.dropped_tokens == {"undelivered_call": 2}
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "wrong"),
+    [
+        *(("sessions", name, "[") for name in ("task", "metadata", "tags", "limits", "sampling")),
+        ("sessions", "highest", "text"),
+        ("sessions", "reward", "[1]"),
+        ("calls", "data", b"\xff"),
+        ("calls", "data", b'{"call": {}}'),
+        ("calls", "reward", "text"),
+    ],
+)
+def test_a_damaged_session_is_left_out_and_the_others_are_taken(
+    tmp_path, caplog, table, column, wrong
+):
+    store = ServingStore(tmp_path / "serving.sqlite")
+    for number in range(4):
+        id_ = f"s-{number}"
+        store.open(id_, key=id_.encode(), seed=1, tags=["a"])
+        store.add_calls(id_, [call(f"{id_}-1", [1, 2], [3], [-0.5])])
+        store.reward(id_, float(number))
+        store.end(id_)
+    row = "id = 's-1'" if table == "sessions" else "id = 's-1-1'"
+    store.change(f'UPDATE {table} SET "{column}" = ? WHERE {row}', wrong)
+    source = JudgedSource(config("models/tiny_math", tmp_path), store, oldest=lambda: 0)
+    for _ in range(3):
+        groups = source.ready()
+    found = source.taken(groups, step=1, version=0)
+    assert sorted({"s-0", "s-2", "s-3"} & {*found.sessions}) == sorted(found.sessions)
+    assert len(found.traces) >= 2
+    assert "s-0" in [one.id for one in store.sessions(tag="a")]
+    store.call_rewards("s-1")
+    said = [record.getMessage() for record in caplog.records]
+    assert len([one for one in said if one.startswith("left out: ") and "s-1 " in one]) >= 1
+    assert len(said) == len(set(said))  # each is said once
     store.close()

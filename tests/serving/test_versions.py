@@ -1,16 +1,19 @@
 """Which weights serve: promotions, rollbacks, checkpoints, and what a kill leaves of them."""
 
+import contextlib
 import signal
+import sqlite3
 
 import pytest
 
 from tests.kit import forked
 from tests.serving import learning_killed
 from tests.serving.learning_parts import Server, config, run, same
+from tests.tools.test_damaged_files import told
 from tuner.errors import ConfigError
 from tuner.runs.directory import read_metrics
 from tuner.serving.hosting import weights_to_serve
-from tuner.serving.learning.ledger import Ledger
+from tuner.serving.learning.ledger import Ledger, promoted_versions
 from tuner.serving.serving_store import ServingStore
 
 
@@ -225,3 +228,27 @@ def test_without_training_what_was_promoted_last_is_served(random_model_path, tm
             assert server.directory.checkpoint_steps() == [0, 1, 2]
 
     run(work())
+
+
+WRONG = ["{", "text", "[1]", None, -1, 10**18, b"\xff", '{"a": [1]}', "[" * 5000]
+
+
+def test_a_damaged_decision_is_named_by_who_reads_what_serves(tmp_path):
+    store = ServingStore(tmp_path / "serving.sqlite")
+    ledger = Ledger(store)
+    for kind, version in (("start", 0), ("promote", 12)):
+        ledger.add(kind, version, serving=0, step=version, why="better")
+    refused = 0
+    for column in ("at", "kind", "version", "serving", "step", "reset", "why", "data"):
+        ((whole,),) = store.ask(f"SELECT {column} FROM decisions WHERE number = 2")
+        for wrong in WRONG:
+            with contextlib.suppress(sqlite3.IntegrityError):
+                store.change(f"UPDATE decisions SET {column} = ? WHERE number = 2", wrong)
+            for read in (ledger.decisions, lambda: promoted_versions(store)):
+                said = told(read)
+                refused += said is not None
+                assert said is None or "decision 2 about the weights is damaged" in said
+        store.change(f"UPDATE decisions SET {column} = ? WHERE number = 2", whole)
+    assert refused > 50
+    assert ledger.line == [0, 12]
+    store.close()

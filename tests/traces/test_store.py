@@ -269,3 +269,14 @@ def test_a_token_that_the_model_does_not_have_is_named(prompt, completion, tmp_p
     with pytest.raises(TunerError, match=r"token id 5, and the model has 5 tokens"):
         TraceStore(tmp_path, vocabulary=5).read("train", 1)
     assert len(TraceStore(tmp_path, vocabulary=6).read("train", 1)) == 1
+
+
+@pytest.mark.parametrize("levels", [10, 150, 199, 200, 201, 300, 900])
+def test_values_of_many_levels_come_back_as_they_were(tmp_path, levels):
+    value = None
+    for _ in range(levels // 2):
+        value = {"a": [value]}
+    made = trace(1, 0, [call("c", [1], [2], [-0.5])], reward=1.0)
+    made = dataclasses.replace(made, task={"a": "\ud83d", "q": value}, response="\ud83d")
+    TraceStore(tmp_path).append(made)
+    assert TraceStore(tmp_path).read("train", 1) == [made]

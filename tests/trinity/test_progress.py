@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from tests.kit.builders import call, trace
-from tuner.errors import FunctionError, TrainingError
+from tuner.errors import FunctionError, TrainingError, TunerError
 from tuner.runs.directory import RunDirectory
 from tuner.traces import Outcome, TraceStore
-from tuner.trinity.progress import Journal, TrinityProgress, report_file
+from tuner.trinity.progress import Journal, TrinityProgress, _StepReport, report_file
 
 
 def write_many(folder, task):
@@ -128,3 +128,33 @@ def test_failed_rollouts_teach_where_they_are_penalized(tmp_path):
             penalty=penalty,
         )
         assert progress.signal(traces) is taught
+
+
+WRONG = [
+    "{",
+    "[1]",
+    "{}",
+    "null",
+    '"x"',
+    '{"error": [], "message": 1}',
+    "[" * 5000,
+    '{"step": "x"}',
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=range(len(WRONG)))
+def test_damaged_files_are_named_and_damaged_reports_left_out(tmp_path, caplog, wrong):
+    journal = Journal(tmp_path)
+    journal.stop(FunctionError("returned None"))
+    (tmp_path / "tuner/stop.json").write_text(wrong)
+    with pytest.raises(TunerError, match=r"stop\.json is damaged: it is not why a run stopped: "):
+        journal.raise_reason()
+    (tmp_path / "tuner/replay.json").write_text(wrong)
+    with pytest.raises(TunerError, match=r"replay\.json is damaged: it is not a list of files: "):
+        journal.recorded("train", 1)
+    reports = report_file(tmp_path, "trainer")
+    reports.write_text(f'{{"step": 1, "loss": 0.5}}\n{wrong}\n{{"step": 2, "loss": 0.25}}\n')
+    read = _StepReport(reports)
+    for _ in range(2):
+        assert read.read() == {1: {"loss": 0.5}, 2: {"loss": 0.25}}
+    assert [record.getMessage()[:9] for record in caplog.records] == ["a line of"]

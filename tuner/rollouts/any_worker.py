@@ -232,9 +232,11 @@ class Worker(ABC):
         ended: Done once it has ended.
         cpu: CPU seconds of its functions.
         lost: Whether its machine was lost, rather than the worker failing.
+        shared: Whether it ended with several attempts in it, any of which may be the cause.
     """
 
     lost = False
+    shared = False
 
     def __init__(self, on_end: Callable[[Any], None]) -> None:
         self._on_end = on_end
@@ -348,6 +350,8 @@ class Worker(ABC):
     def _end(self) -> None:
         if self.ended.done():
             return
+        if self._killed_for is None:
+            self.shared = len(self.attempts) > 1
         self.ended.set_result(None)
         for future in self._calls.values():
             if not future.done():
@@ -370,7 +374,7 @@ class Worker(ABC):
     def kill(self, why: str) -> None:
         """End it at once, with everything that its functions started."""
         if self.alive:
-            self._killed_for = why
+            self._killed_for, self.shared = why, len(self.attempts) > 1
             self._kill()
 
     async def aclose(self) -> None:
@@ -420,6 +424,10 @@ class WorkerCaller:
     session: Session
     numbers: itertools.count[int]
     judged: Callable[[], object]
+
+    @property
+    def suspect(self) -> bool:
+        return self.worker.shared
 
     async def workflow(self, task: Mapping[str, Any], feedback: str | None) -> WorkflowOutput:
         found: WorkflowReturn = await self._call("workflow", task, feedback)

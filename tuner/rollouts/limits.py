@@ -93,7 +93,8 @@ def _closes_or_interrupts(error: BaseException) -> bool:
     if threading.current_thread() is not threading.main_thread():
         return False
     frames = [frame for frame, _ in traceback.walk_tb(place)]
-    handler = unwrapped(signal.getsignal(signal.SIGINT))
+    installed: Any = signal.getsignal(signal.SIGINT)
+    handler = unwrapped(installed)
     # Python's own handler has no frame.
     return handler is signal.default_int_handler or (
         getattr(handler, "__code__", None) in {frame.f_code for frame in frames}

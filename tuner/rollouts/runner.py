@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from tuner.config.source import without_secrets
 from tuner.errors import FunctionError, RewardError, RewardTimeout, WorkerError
@@ -91,6 +91,7 @@ class Attempt:
     error: str | None = None
     response: Any = None
     feedback: str | None = None
+    suspect: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     workflow_seconds: float = 0.0
     judge_seconds: float = 0.0
@@ -172,6 +173,11 @@ class Caller(Protocol):
     cancellation the session is sealed before the function is notified.
     """
 
+    @property
+    def suspect(self) -> bool:
+        """Whether its process ended with other rollouts in it, any of which may be the cause."""
+        ...
+
     async def workflow(self, task: Mapping[str, Any], feedback: str | None) -> WorkflowOutput: ...
 
     async def judge(self, task: Mapping[str, Any], response: Any) -> JudgeOutput: ...
@@ -188,9 +194,24 @@ class Workers(Protocol):
     def count(self) -> int: ...
 
     def calling(
-        self, session: Session, auxiliary: Mapping[str, Any], id: RolloutId, *, seed: int | None
+        self,
+        session: Session,
+        auxiliary: Mapping[str, Any],
+        id: RolloutId,
+        *,
+        seed: int | None,
+        alone: bool = False,
     ) -> AbstractAsyncContextManager[Caller]:
-        """A caller for the duration of the block; `seed` sets the process's random states."""
+        """A caller for the duration of the block.
+
+        Args:
+            seed: Sets the process's random states.
+            alone: Whether its process runs nothing else meanwhile.
+        """
+        ...
+
+    def lost(self, response: Any) -> str | None:
+        """How the process with a workflow's response has ended, if it has."""
         ...
 
 
@@ -204,6 +225,7 @@ class InProcessFunctions:
     watchdog: Watchdog
     session: Access
     auxiliary: Mapping[str, Any]
+    suspect: bool = field(default=False, init=False)
 
     async def workflow(self, task: Mapping[str, Any], feedback: str | None) -> WorkflowOutput:
         model = self.make_model(self.session)
@@ -464,6 +486,7 @@ class RolloutRunner:
         queued: float = 0.0,
         keep: Callable[[Any], None] = lambda response: None,
         again: BranchStart | None = None,
+        earlier: Sequence[Trace] = (),
     ) -> list[Trace]:
         """All attempts at one rollout; the last is final and is the one that counts.
 
@@ -473,25 +496,37 @@ class RolloutRunner:
             queued: Seconds that the rollout waited for a free slot.
             keep: Receives the response of the last attempt, as returned by the workflow.
             again: The rollout inside which it begins, if any.
+            earlier: Attempts that are done, and come first.
 
         Raises:
             FunctionError: A function returned a value of the wrong type, which no retry fixes.
         """
-        traces: list[Trace] = []
+        traces = [*earlier]
+        retries = 0
         while True:
             number = len(traces) + 1
             if ending is not None and (why := ending.reason) is not None:
                 never = Trace(id, task, (), Outcome.CANCELLED, None, error=why, attempt=number)
                 return [*traces, never]
-            trace, response = await self._attempt(
-                task, id, number, defaults, ending or RolloutEnd(), again
+            alone = any(earlier.outcome is Outcome.WORKER_DIED for earlier in traces)
+            trace, state = await self._attempt(
+                task, id, number, defaults, ending or RolloutEnd(), again, alone
             )
             if not traces:
                 trace.seconds["queue"] = queued
-            if trace.outcome not in _RETRIED or number > self.settings.max_retries:
-                keep(response)
+            died = trace.outcome is Outcome.WORKER_DIED
+            if died and not state.suspect:
+                found = f"no other rollout was in it, and its task is {text_of(task):.200}"
+                trace = replace(trace, error=f"{trace.error}; {found}")
+                logger.warning("%s, attempt %d: %s", id, number, trace.error)
+            if died and state.suspect:
+                logger.info("%s, attempt %d: %s; beginning again alone", id, number, trace.error)
+            elif trace.outcome not in _RETRIED or retries == self.settings.max_retries:
+                keep(state.response)
                 return [*traces, trace]
-            logger.info("%s, attempt %d: %s; trying again", id, number, trace.error)
+            else:
+                retries += 1
+                logger.info("%s, attempt %d: %s; trying again", id, number, trace.error)
             traces.append(replace(trace, final=False))
 
     async def _attempt(
@@ -502,7 +537,8 @@ class RolloutRunner:
         defaults: SamplingDefaults,
         ending: RolloutEnd,
         again: BranchStart | None,
-    ) -> tuple[Trace, Any]:
+        alone: bool,
+    ) -> tuple[Trace, Attempt]:
         seed = derive_seed(self.settings.seed, id, number)
         drawn = seed if again is None else derive_seed(self.settings.seed, *again.root)
         if self.settings.seeds_functions:
@@ -520,12 +556,13 @@ class RolloutRunner:
         try:
             with self.auxiliary_models(session.id, seed) as auxiliary:
                 async with (
-                    self._calling(session, dict(auxiliary), id, drawn) as caller,
+                    self._calling(session, dict(auxiliary), id, drawn, alone=alone) as caller,
                     asyncio.timeout(self.settings.timeout) as deadline,
                 ):
                     with ending.of(deadline), session.results.collecting():
                         limited = partial(tools.limiting, deadline)
                         await self._run_functions(task, session, caller, state, limited)
+                    state.suspect = caller.suspect
         except TimeoutError:
             pass
         finally:
@@ -548,15 +585,21 @@ class RolloutRunner:
             generation=session.in_flight.seconds,
             needs_calls=self.settings.needs_calls,
         )
-        return trace, state.response
+        return trace, state
 
     def _calling(
-        self, session: Session, auxiliary: dict[str, Any], id: RolloutId, seed: int | None = None
+        self,
+        session: Session,
+        auxiliary: dict[str, Any],
+        id: RolloutId,
+        seed: int | None = None,
+        *,
+        alone: bool = False,
     ) -> AbstractAsyncContextManager[Caller]:
         """A caller of the functions, with the models of an attempt or of a group."""
         if self.workers is not None and self.workers.count:
             seed = seed if self.settings.seeds_functions else None
-            return self.workers.calling(session, auxiliary, id, seed=seed)
+            return self.workers.calling(session, auxiliary, id, seed=seed, alone=alone)
         return nullcontext(
             InProcessFunctions(
                 self.workflow, self.judge, self.make_model, self.watchdog, session, auxiliary
@@ -656,24 +699,37 @@ class RolloutRunner:
         state.outcome, state.error = found.outcome, found.error
 
     async def judge_group(
-        self, task: dict[str, Any], id: RolloutId, responses: Sequence[Any]
-    ) -> list[JudgeResult]:
-        """Judgements of a group's responses, in order; `id` is its first rollout's."""
+        self, task: dict[str, Any], id: RolloutId, responses: Sequence[Any], *, alone: bool
+    ) -> list[JudgeResult] | None:
+        """Judgements of a group's responses, in order; None if a response was lost with its
+        process, and perhaps not by the judge.
+
+        Args:
+            id: The id of the group's first rollout.
+            alone: Whether the judge's process runs nothing else meanwhile.
+        """
         seed = derive_seed(self.settings.seed, id, "judge")
         session = self.gateway.open_session(f"{id}-judge", seed=seed, recorded=False)
         try:
             with self.auxiliary_models(session.id, seed) as auxiliary:
                 async with (
-                    self._calling(session, dict(auxiliary), id) as caller,
+                    self._calling(session, dict(auxiliary), id, alone=alone) as caller,
                     asyncio.timeout(self.settings.timeout),
                 ):
+                    if any(self.lost(response) for response in responses):
+                        return None
                     ask = partial(caller.group_judge, task, responses)
-                    return await self._judgements(ask, len(responses))
+                    found = await self._judgements(ask, len(responses))
+                    return None if caller.suspect else found
         except TimeoutError:
             took = f"no verdict within {self.settings.timeout:g} s (explorer.max_timeout)"
             return [JudgeResult(Outcome.JUDGE_TIMEOUT, error=took)] * len(responses)
         finally:
             session.seal()
+
+    def lost(self, response: Any) -> str | None:
+        """How the process with a workflow's response has ended, if it has."""
+        return None if self.workers is None else self.workers.lost(response)
 
     async def _judgements(
         self, ask: Callable[[], Awaitable[Sequence[JudgeOutput]]], count: int
@@ -690,6 +746,14 @@ class RolloutRunner:
 # A group whose rollouts are judged together after the last one has ended.
 
 
+class EndedRollout(NamedTuple):
+    """The attempts at a rollout, its response, and how it is run."""
+
+    attempts: list[Trace]
+    response: Any
+    make: Callable[..., Any]
+
+
 @dataclass(eq=False)
 class Panel:
     """Waits for the rollouts of a group, then judges the completed ones together."""
@@ -697,7 +761,7 @@ class Panel:
     runner: RolloutRunner
     task: dict[str, Any]
     ids: Sequence[RolloutId]
-    _ended: dict[RolloutId, tuple[list[Trace], Any]] = field(default_factory=dict, init=False)
+    _ended: dict[RolloutId, EndedRollout] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -705,26 +769,48 @@ class Panel:
 
     async def run(self, id: RolloutId, make: Callable[..., Any]) -> list[Trace]:
         """All attempts at one rollout, the last one judged; `make` makes them."""
-        responses: list[Any] = []
-        attempts: list[Trace] = await make(keep=responses.append)
-        self._ended[id] = attempts, responses[-1] if responses else None
+        await self._make(id, make)
         if len(self._ended) == len(self.ids):
             try:
                 self._judged.set_result(await self._verdicts())
             except Exception as error:
                 self._judged.set_exception(error)
         judged = (await self._judged).get(id)
+        attempts = self._ended[id].attempts
         return attempts if judged is None else [*attempts[:-1], judged]
+
+    async def _make(self, id: RolloutId, make: Callable[..., Any], *earlier: Trace) -> None:
+        responses: list[Any] = []
+        attempts = await make(keep=responses.append, earlier=earlier)
+        self._ended[id] = EndedRollout(attempts, responses[-1] if responses else None, make)
+
+    async def _make_lost_again(self) -> None:
+        """Run again, alone, the rollouts whose response was lost with its process."""
+        while lost := {
+            id: f"its response was lost: its {how}"
+            for id, ended in self._ended.items()
+            if (how := self.runner.lost(ended.response)) is not None
+        }:
+            for id, error in lost.items():
+                *before, last = self._ended[id].attempts
+                died = replace(
+                    last, outcome=Outcome.WORKER_DIED, error=error, reward=None, final=False
+                )
+                await self._make(id, self._ended[id].make, *before, died)
 
     async def _verdicts(self) -> dict[RolloutId, Trace]:
         """The last attempts of the judged rollouts."""
-        last = {id: self._ended[id][0][-1] for id in sorted(self.ids)}
-        completed = [id for id, trace in last.items() if trace.outcome is Outcome.COMPLETED]
-        if not completed:
-            return {}
-        started = time.perf_counter()
-        responses = [self._ended[id][1] for id in completed]
-        found = await self.runner.judge_group(self.task, completed[0], responses)
+        found, alone = None, False
+        while found is None:
+            await self._make_lost_again()
+            last = {id: self._ended[id].attempts[-1] for id in sorted(self.ids)}
+            completed = [id for id, trace in last.items() if trace.outcome is Outcome.COMPLETED]
+            if not completed:
+                return {}
+            started = time.perf_counter()
+            responses = [self._ended[id].response for id in completed]
+            found = await self.runner.judge_group(self.task, completed[0], responses, alone=alone)
+            alone = True
         seconds = time.perf_counter() - started
         return {
             id: replace(judgement.on(last[id]), seconds={**last[id].seconds, "judge": seconds})

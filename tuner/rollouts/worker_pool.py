@@ -35,6 +35,7 @@ from tuner.gateway.session_api import SharedSession, shared
 from tuner.rollouts.any_worker import (
     AttemptStart,
     ChildProcess,
+    HeldResponse,
     RemoteAuxiliary,
     Setup,
     Worker,
@@ -437,6 +438,9 @@ class Pool:
     _begun: list[Worker] = field(default_factory=list, init=False)
     _retired: set[Worker] = field(default_factory=set, init=False)
     _ending: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+    _alone: set[Worker] = field(default_factory=set, init=False)
+    _asking_alone: list[tuple[str, int, int]] = field(default_factory=list, init=False)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _closed: bool = field(default=False, init=False)
     _spent: float = field(default=0.0, init=False)
     _asked: float = field(default=0.0, init=False)
@@ -546,9 +550,11 @@ class Pool:
         levels = {"": root.level, **named}
         path = [*sys.path] if self.placing is None else None
         sent = Setup(*self._sent, self.kind, path, levels, timeout=self.timeout)
-        if self.placing is not None:
-            return self.placing.worker(sent, self._replace)
-        return WorkerProcess(sent, self._replace)
+        make = WorkerProcess if self.placing is None else self.placing.worker
+        worker: Worker = make(sent, self._replace)
+        for changed in (worker.ready, worker.ended):
+            changed.add_done_callback(self._wake)
+        return worker
 
     def _replace(self, worker: Worker) -> None:
         """A worker has ended; start another one if that makes sense."""
@@ -560,6 +566,7 @@ class Pool:
         error = worker.ready.exception()
         if error is None:
             self._died_early = 0
+            self.may_stop = False  # functions that end their process do not get the run's
         elif isinstance(error, RemoteFailure):
             self._died_early += not worker.lost
             if self._died_early >= MOST_STARTS:
@@ -577,16 +584,22 @@ class Pool:
 
     @asynccontextmanager
     async def calling(
-        self, session: Session, auxiliary: Mapping[str, Any], id: RolloutId, *, seed: int | None
+        self,
+        session: Session,
+        auxiliary: Mapping[str, Any],
+        id: RolloutId,
+        *,
+        seed: int | None,
+        alone: bool = False,
     ) -> AsyncIterator[WorkerCaller]:
-        """A caller while the block runs.
+        """A caller while the block runs; `alone` in its worker, if another one has died with it.
 
         Raises:
             WorkerError: No worker starts.
             FunctionError: The functions cannot be loaded there.
         """
         group = id.split, id.step, id.task
-        worker = await self._place(group)
+        worker = await self._place(group, alone)
         attempt = next(self._numbers)
         worker.attempts.add(attempt)
         judged = partial(self._of_group.pop, group, None)
@@ -606,8 +619,16 @@ class Pool:
             worker.send(AttemptStart(attempt, opened(session), models, seed))
             yield WorkerCaller(worker, attempt, session, self._numbers, judged)
 
+    def lost(self, response: Any) -> str | None:
+        """How the worker with a response has ended, if it has."""
+        if not isinstance(response, HeldResponse) or response.worker.alive:
+            return None
+        return response.worker.how_it_ended
+
     def _close(self, worker: Worker, attempt: int) -> None:
         worker.close(attempt)
+        self._alone.discard(worker)
+        self._wake()
         if worker in self._retired:
             self._retire(worker)
 
@@ -620,8 +641,9 @@ class Pool:
             None if most is None else max(1, most // self.count),
         )
 
-    async def _place(self, group: tuple[str, int, int]) -> Worker:
-        """The least busy worker; if groups are judged together, that of the group."""
+    async def _place(self, group: tuple[str, int, int], alone: bool) -> Worker:
+        """The least busy worker, or an empty one; if groups are judged together, that of the
+        group."""
         self.start()
         if starting := [one.ready for one in self._begun if not one.ready.done()]:
             # Otherwise the first one that is ready would get everything.
@@ -636,32 +658,63 @@ class Pool:
                     self.placing.offers(),
                 )
         deadline = time.monotonic() + _FOUND
-        while True:
-            if self._failure is not None:
-                raise self._failure
-            if self._closed or not self._workers:
-                raise WorkerError("the workers have ended")
-            ready = [one for one in self._workers if one.alive and one.ready.done()]
-            ready = [one for one in ready if one.ready.exception() is None]
-            ready = [one for one in ready if one not in self._retired] or ready
-            if self._groups and self._of_group.get(group) in ready:
-                return self._of_group[group]
-            if ready:
-                found = min(ready, key=lambda one: len(one.attempts))
-                if self._groups:
-                    self._of_group[group] = found
-                return found
-            waited = {one.ready for one in self._workers} | {one.ended for one in self._workers}
-            pending = [one for one in waited if not one.done()]
-            seconds = self._left(deadline)
-            if seconds == 0 and self.placing is not None:
-                raise WorkerError(
-                    f"no worker has begun {self.placing} in {_FOUND:g} s: {self.placing.offers()}; "
-                    "lower tuner.ray.cpus, or add machines"
-                )
-            if pending:
-                await asyncio.wait(pending, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.sleep(0)
+        with ExitStack() as asking:
+            if alone:
+                self._asking_alone.append(group)
+                asking.callback(self._wake)
+                asking.callback(self._asking_alone.remove, group)
+            while True:
+                if self._failure is not None:
+                    raise self._failure
+                if self._closed or not self._workers:
+                    raise WorkerError("the workers have ended")
+                alive = [one for one in self._workers if one.alive]
+                alive = [one for one in alive if one not in self._retired] or alive
+                ready = [one for one in alive if one.ready.done()]
+                ready = [one for one in ready if one.ready.exception() is None]
+                if (found := self._free(group, alive, ready, alone)) is not None:
+                    if self._groups:
+                        self._of_group[group] = found
+                    if alone:
+                        self._alone.add(found)
+                    return found
+                if ready:
+                    deadline = time.monotonic() + _FOUND
+                seconds = self._left(deadline)
+                if seconds == 0 and self.placing is not None:
+                    raise WorkerError(
+                        f"no worker has begun {self.placing} in {_FOUND:g} s: "
+                        f"{self.placing.offers()}; lower tuner.ray.cpus, or add machines"
+                    )
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), seconds)
+
+    def _free(
+        self, group: tuple[str, int, int], alive: list[Worker], ready: list[Worker], alone: bool
+    ) -> Worker | None:
+        """A worker for an attempt; None: it has to wait.
+
+        Those that wait to be alone get the least busy worker, or that of their group, as soon as it
+        is empty: until then it gets no other attempts.
+        """
+        least = min(alive, key=lambda one: len(one.attempts), default=None)
+
+        def own(asking: tuple[str, int, int]) -> Worker | None:
+            found = self._of_group.get(asking)
+            return found if found in alive else None
+
+        found = ready if (held := own(group)) is None else [held]
+        if alone:
+            found = [one for one in found if not one.attempts]
+        else:
+            emptied = {own(asking) or least for asking in self._asking_alone}
+            found = [one for one in found if one not in emptied | self._alone]
+        return min(found, key=lambda one: len(one.attempts), default=None)
+
+    def _wake(self, *_: object) -> None:
+        """Let those look again that wait for a worker."""
+        self._changed.set()
+        self._changed.clear()
 
     def _left(self, deadline: float) -> float | None:
         """Seconds until then; None: workers on this machine start, or die."""

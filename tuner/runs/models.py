@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import logging
 import os
 import re
@@ -27,7 +26,7 @@ from tuner.config.keys import check_path, located, require_gguf
 from tuner.config.schema import DEFAULT_ALPHA, DEFAULT_RANK, DEFAULT_TARGETS, LoraSection
 from tuner.engines.request import end_ids_of
 from tuner.errors import ConfigError, MissingDependencyError, ModelLoadError, pip_install
-from tuner.runs.directory import ADAPTER_CONFIG
+from tuner.runs.directory import ADAPTER_CONFIG, OBJECTS
 from tuner.runs.record import fingerprint_of_weights
 from tuner.tasks.selection import derive_seed
 from tuner.training.references import AdapterReference
@@ -48,6 +47,9 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger(__name__)
+# While transformers loads a model it exchanges functions of torch and of its own: a second thread
+# that loads meanwhile gets weights without data, and leaves torch changed.
+_LOADING = threading.RLock()
 _FORM = 1  # version of the saved form; change it if a change here changes what is saved
 # Vocabularies that split every digit, by llama.cpp's names of pre-tokenizers.
 _SINGLE_DIGITS = ("codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder")
@@ -75,9 +77,11 @@ def loading(
     advice: str = "",
     errors: type[Exception] | tuple[type[Exception], ...] = Exception,
 ) -> Iterator[None]:
-    """Turn errors about `what`, which should be of some `kind`, into a ModelLoadError."""
+    """Turn errors about `what`, which should be of some `kind`, into a ModelLoadError. Other
+    threads wait before they load something."""
     try:
-        yield
+        with _LOADING:
+            yield
     except errors as error:
         first_line = next(iter(str(error).strip().splitlines()), "")
         wanted = f" as {kind}" if kind else ""
@@ -482,7 +486,7 @@ def _not_an_adapter(path: str, setting: str) -> str:
     folder = Path(path).expanduser()
     base = "its base model"
     if (folder / ADAPTER_CONFIG).exists():
-        recorded = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        recorded = OBJECTS.document(folder / ADAPTER_CONFIG, "download the adapter again")
         base = f"{recorded.get('base_model_name_or_path')!r}, {base}"
     return (
         f"{setting} = {path!r} is an adapter, not a model. To continue its training, set "

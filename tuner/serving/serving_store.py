@@ -490,8 +490,10 @@ _PACKERS = 4096  # sessions whose calls can be added without reading the stored 
 _VALUES = JsonReader[Any](Any, "JSON")
 _SESSIONS = JsonReader[dict[str, Any]](lambda: stored_form(StoredSession), "a session")
 _REWARDS = JsonReader[float | None](Number | None, "a reward")
+_CALL_REWARDS = JsonReader[dict[str, float]](dict[str, Number], "rewards of calls")
 _RESPONSES = JsonReader[dict[str, Any]](lambda: stored_form(KeptResponse), "a response")
 _JSON = ("task", "metadata", "tags", "limits", "sampling")
+_TAGS = "CASE WHEN json_valid(tags) THEN tags ELSE '[]' END"
 _COLUMNS = ", ".join(f'"{one.name}"' for one in fields(StoredSession))
 
 
@@ -501,6 +503,7 @@ class ServingStore(Replies):
     def __init__(self, path: Path, *, readonly: bool = False) -> None:
         super().__init__(path, readonly=readonly)
         self._packers: OrderedDict[str, tuple[int, Packer]] = OrderedDict()  # and their rows
+        self._left_out: set[str] = set()
 
     def _rolled_back(self) -> None:
         self._packers.clear()  # packed calls refer to calls that are missing
@@ -584,14 +587,10 @@ class ServingStore(Replies):
         return found
 
     def _one(self, where: str, value: Any) -> StoredSession:
-        found = self._sessions(f"WHERE {where}", value)
+        found = self.ask(f"SELECT {_COLUMNS} FROM sessions WHERE {where}", value)
         if not found:
             raise LookupError("there is no such session")
-        return found[0]
-
-    def _sessions(self, rest: str, *values: Any) -> list[StoredSession]:
-        rows = self.ask(f"SELECT {_COLUMNS} FROM sessions {rest}", *values)
-        return [self._session(row) for row in rows]
+        return self._session(found[0])
 
     def _session(self, row: Sequence[Any]) -> StoredSession:
         data = dict(zip((one.name for one in fields(StoredSession)), row, strict=True))
@@ -639,17 +638,25 @@ class ServingStore(Replies):
         if application is not None:
             asked.append(("application = ?", application))
         if tag is not None:
-            asked.append(("EXISTS (SELECT 1 FROM json_each(tags) WHERE value = ?)", tag))
+            asked.append((f"EXISTS (SELECT 1 FROM json_each({_TAGS}) WHERE value = ?)", tag))
         where = " AND ".join(condition for condition, _ in asked)
         values = [value for _, value in asked]
-        rest = f"FROM sessions WHERE {where} ORDER BY id LIMIT ?"
+        return self._readable(f"WHERE {where} ORDER BY id LIMIT ?", *values, limit)
+
+    def _readable(self, rest: str, *values: Any) -> list[StoredSession]:
         found = list[StoredSession]()
-        for row in self.ask(f"SELECT {_COLUMNS} {rest}", *values, limit):
+        for row in self.ask(f"SELECT {_COLUMNS} FROM sessions {rest}", *values):
             try:
                 found.append(self._session(row))
             except DamagedSession as error:
-                logger.warning("left out of a list: %s", error)
+                self.leave_out(error)
         return found
+
+    def leave_out(self, error: DamagedSession) -> None:
+        """Log, once, that a session is left out."""
+        if str(error) not in self._left_out:
+            self._left_out.add(str(error))
+            logger.warning("left out: %s", error)
 
     def every(self) -> Iterator[StoredSession]:
         """All sessions, in that order."""
@@ -657,7 +664,7 @@ class ServingStore(Replies):
             try:
                 yield self.session(id_)
             except DamagedSession as error:
-                logger.warning("left out: %s", error)
+                self.leave_out(error)
             except LookupError:  # deleted meanwhile
                 pass
 
@@ -841,7 +848,12 @@ class ServingStore(Replies):
     def call_rewards(self, id_: str) -> dict[str, float]:
         """The latest reward of each call that has one of its own."""
         query = "SELECT id, reward FROM calls WHERE session = ? AND reward IS NOT NULL"
-        return dict(self.ask(query, self.number_of(id_)))
+        found = dict(self.ask(query, self.number_of(id_)))
+        try:
+            return _CALL_REWARDS.check(found)
+        except InvalidRecord as error:
+            self.leave_out(DamagedSession(f"the rewards of calls of session {id_}: {error}"))
+            return {}
 
     def untrained(self, *, limit: int = 1000, also_open: bool = False) -> list[StoredSession]:
         """Judged sessions that no update has trained, in the order in which they were opened.
@@ -852,7 +864,7 @@ class ServingStore(Replies):
             also_open: Include sessions that have not ended.
         """
         ended = "" if also_open else "AND ended IS NOT NULL"
-        return self._sessions(
+        return self._readable(
             f"WHERE judged AND trained IS NULL {ended} AND EXISTS (SELECT 1 FROM calls "
             "WHERE session = sessions.number AND NOT undelivered AND NOT redacted) "
             "ORDER BY id LIMIT ?",

@@ -21,7 +21,9 @@ from dataclasses import dataclass, field
 from math import log2
 from statistics import fmean
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Annotated, Any, NotRequired, TypeVar
+
+from pydantic import AfterValidator, Field
 
 from tuner.errors import TrainingError
 from tuner.runs.console import ConsoleMonitor
@@ -30,6 +32,8 @@ from tuner.tasks.datasets import Task, row_text
 from tuner.tasks.functions import in_thread
 from tuner.tools.candidates import Prompts, PromptTrials
 from tuner.traces import Call, Trace
+from tuner.traces.reading import Count, JsonReader, Number, Text
+from tuner.traces.store import closed
 
 T = TypeVar("T")
 logger = logging.getLogger("tuner.prompts")
@@ -207,6 +211,43 @@ class _Quiet:
 
 
 # The compared candidates of a search: their parents and scores.
+
+
+def _connected(tree: dict[str, Any]) -> dict[str, Any]:
+    """Refuse a tree whose parts refer to something that is missing from it."""
+    first: dict[str, Any] = next(iter(tree["candidates"]), {"prompts": {}})
+    numbers = {one["number"] for one in tree["candidates"]}
+    for one in tree["candidates"]:
+        if one["prompts"].keys() != first["prompts"].keys():
+            raise ValueError(f"candidate {one['number']} has prompts of other names")
+    for one in tree["rejected"]:
+        if not numbers.issuperset(one["parents"][:1] or [-1]):
+            raise ValueError(f"rejected proposal {one['number']} has no parent")
+    return tree
+
+
+_ROW = Annotated[str, Field(pattern=r"^\d{1,15}$")]
+_PROPOSAL = {"number": Count, "parents": list[Count]}
+_SCORED = {"prompts": dict[Text, Text], "scores": dict[_ROW, Number], "mean": Number}
+_SPENT = ("rollouts", "reflections", "input_tokens", "output_tokens")
+
+
+def _tree() -> Any:
+    compared = closed("ComparedCandidate", {**_PROPOSAL, **_SCORED, "rollouts": Count})
+    rejected = closed("RejectedProposal", {**_PROPOSAL, "score_before": Number, "score": Number})
+    parts = {
+        "compare_on": list[Count],
+        "candidates": list[compared],  # type: ignore[valid-type]
+        "rejected": list[rejected],  # type: ignore[valid-type]
+        "failed": NotRequired[dict[Text, Count]],
+        "cost": NotRequired[Number],
+    }
+    made = closed("SearchTree", parts | dict.fromkeys(_SPENT, NotRequired[Count]))
+    return Annotated[made, AfterValidator(_connected)]
+
+
+TREES = JsonReader[dict[str, Any]](_tree, "the tree of a search")
+"""`tree.json`, as `CandidateTree` writes it."""
 
 
 @dataclass(eq=False)

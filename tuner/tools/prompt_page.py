@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import difflib
 import logging
+import os
 import re
 import secrets
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from tuner.runs.directory import OBJECTS, RunDirectory, write_atomically
+from pydantic import AfterValidator
+
+from tuner.runs.directory import RunDirectory, write_atomically
 from tuner.runs.estimates import estimate, paired
 from tuner.tasks.datasets import row_text
 from tuner.tools.candidates import SEARCH
+from tuner.tools.prompt_optimizers import TREES
 from tuner.traces import RolloutId
-from tuner.traces.store import read_traces
+from tuner.traces.reading import AnyNumber, Integer, JsonReader, Text
+from tuner.traces.store import closed, read_traces
 
 logger = logging.getLogger("tuner")
 
@@ -38,6 +43,28 @@ OVERHEAD = 120
 WORDS = 2_000
 """Texts of more words are compared line by line."""
 SHADES = 8
+
+
+PROMPT_RESULTS = JsonReader[dict[str, Any]](
+    closed(
+        "PromptResult",
+        {"prompts": dict[Text, Text], "metrics": dict[Text, Integer | AnyNumber]},
+    ),
+    "the result of a search",
+)
+"""`result.json` of a search."""
+
+
+def _with_first(search: dict[str, Any]) -> dict[str, Any]:
+    first = search.get("first")
+    if not isinstance(first, dict) or not all(isinstance(text, str) for text in first.values()):
+        raise ValueError("first: the prompts at the start of the search are wanted")
+    return search
+
+
+_SEARCHES = JsonReader[dict[str, Any]](
+    Annotated[dict[Text, Any], AfterValidator(_with_first)], "the settings of a search"
+)
 
 
 @dataclass(frozen=True)
@@ -108,9 +135,10 @@ def page(run: Path, stopped: str | None = None) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     remedy = "delete it: it is written anew when the search is started again"
-    search = OBJECTS.document(run / "search.json", remedy)
-    tree = _read(run / "tree.json", remedy) or {"compare_on": [], "candidates": [], "rejected": []}
-    result = _read(run / "result.json", remedy)
+    search = _SEARCHES.document(run / "search.json", remedy)
+    nothing: dict[str, Any] = {"compare_on": [], "candidates": [], "rejected": []}
+    tree = _read(TREES, run / "tree.json", remedy) or nothing
+    result = _read(PROMPT_RESULTS, run / "result.json", remedy)
     tried = list(_tried(run / "traces"))
     spent = {"rollouts": len(tried)} | (result["metrics"] if result else tree)
     nodes = _nodes(tree, tried)
@@ -148,13 +176,13 @@ def page(run: Path, stopped: str | None = None) -> str:
     )
 
 
-def _read(path: Path, remedy: str) -> Any:
-    return OBJECTS.document(path, remedy) if path.exists() else None
+def _read(reader: JsonReader[dict[str, Any]], path: Path, remedy: str) -> dict[str, Any] | None:
+    return reader.document(path, remedy) if os.path.lexists(path) else None
 
 
 def _setting(value: Any) -> Any:
     """A remote model by its name; the URL is omitted because the page may be shared."""
-    return value["model_name"] if isinstance(value, dict) else value
+    return value.get("model_name") if isinstance(value, dict) else value
 
 
 def _tried(folder: Path) -> Iterator[ShownRollout]:
@@ -229,7 +257,7 @@ def _since_the_first(
     first: Mapping[str, str], tree: Mapping[str, Any], number: int
 ) -> dict[str, list[tuple[str, str]]]:
     prompts = next(one["prompts"] for one in tree["candidates"] if one["number"] == number)
-    return {name: difference(first[name], text) for name, text in prompts.items()}
+    return {name: difference(first.get(name, ""), text) for name, text in prompts.items()}
 
 
 def _prompt(text: str) -> str:

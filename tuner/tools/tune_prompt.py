@@ -63,7 +63,7 @@ from tuner.tools.candidates import (
     served_here,
 )
 from tuner.tools.prompt_optimizers import CandidateTree, evolve, instruct
-from tuner.tools.prompt_page import leave_page
+from tuner.tools.prompt_page import PROMPT_RESULTS, leave_page
 from tuner.traces import Trace, TraceStore, Usage
 from tuner.traces.reading import Count, JsonReader, Text
 from tuner.traces.store import closed, cut_torn_line
@@ -397,7 +397,7 @@ class PromptSearch:
                 directory.result.unlink(missing_ok=True)
             if directory.result.exists():
                 logger.warning("%s is complete; returning its result", directory.path)
-                found = OBJECTS.document(
+                found = PROMPT_RESULTS.document(
                     directory.result, "delete it: it is rewritten from the traces"
                 )
                 prompts, metrics = found["prompts"], found["metrics"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -42,7 +41,6 @@ Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 # For values that the writer may store as not finite: reading one is not a fault of the file.
 AnyNumber = Annotated[float, Field(strict=True)]
 
-_HALF_PAIR = re.compile(rb"\\u[dD](?=[89a-fA-F])")
 _TAGS = {"int", "float", "constrained-int"}  # of the members of a union, at the end of a place
 _SHOWN = 3  # number of skipped lines whose problem is shown
 
@@ -68,16 +66,20 @@ class JsonReader(Generic[T]):
         return TypeAdapter(self._form() if made else self._form)
 
     def parse(self, text: bytes) -> T:
-        """Parse and check a value; raises InvalidRecord. Nesting is limited to about 200 levels."""
+        """Parse and check a value; raises InvalidRecord."""
         try:
             try:
                 return self._adapter.validate_json(text)
             except ValidationError as error:
-                whole = _HALF_PAIR.sub(rb"\\u0", text)
-                if whole == text or error.errors()[0]["type"] != "json_invalid":
+                if error.errors()[0]["type"] != "json_invalid":
                     raise
-            self._adapter.validate_json(whole)
-            return self._adapter.validate_python(json.loads(text))
+                # What Python writes and pydantic's parser rejects: halves of UTF-16 pairs, and
+                # more than 200 levels.
+                try:
+                    value = json.loads(text.decode())
+                except (ValueError, RecursionError):
+                    raise error from None
+            return self._adapter.validate_python(value)
         except ValidationError as error:
             raise InvalidRecord(_sentence(error)) from None
 

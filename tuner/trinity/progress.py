@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,11 +15,19 @@ from typing import Any
 from tuner.config.algorithms import ALGORITHMS
 from tuner.config.source import without_secrets
 from tuner.errors import FunctionError, TrainingError
-from tuner.runs.directory import RunDirectory, write_atomically
+from tuner.runs.directory import METRICS, RunDirectory, write_atomically
 from tuner.runs.metrics import evaluation_metrics, rollout_metrics, time_split
 from tuner.runs.result import TokenCounts
 from tuner.traces import Trace, TraceStore, without_vote
+from tuner.traces.reading import InvalidRecord, JsonReader, Text
+from tuner.traces.store import closed
 from tuner.training.batch import Selection, build_batch, reward_of, unreplayed
+
+logger = logging.getLogger("tuner")
+_REASONS = JsonReader[dict[str, str]](
+    lambda: closed("Reason", {"error": Text, "message": Text}), "why a run stopped"
+)
+_REPLAYED = JsonReader[list[str]](list[Text], "a list of files")
 
 
 class Journal:
@@ -45,13 +54,10 @@ class Journal:
                 reason = {"error": type(error).__name__, "message": without_secrets(str(error))}
                 write_atomically(self.folder / "stop.json", json.dumps(reason))
 
-    def reason(self) -> dict[str, Any] | None:
+    def reason(self) -> dict[str, str] | None:
         """Class and message of the error that stops the run, or None."""
         path = self.folder / "stop.json"
-        if not path.exists():
-            return None
-        reason: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return reason
+        return _REASONS.document(path, "delete it") if path.exists() else None
 
     def raise_reason(self) -> None:
         """Raise the recorded reason, if there is one."""
@@ -73,7 +79,10 @@ class Journal:
         """A resumed run's earlier rollouts of a step; empty for a new step."""
         path = self.folder / "replay.json"
         store = TraceStore(self._directory.traces)
-        if not path.exists() or store.path(split, step).name not in json.loads(path.read_text()):
+        remedy = "delete it, and start the run again"
+        if not path.exists() or store.path(split, step).name not in _REPLAYED.document(
+            path, remedy
+        ):
             return []
         return store.read(split, step)
 
@@ -291,7 +300,10 @@ class _StepReport:
             for line in file:
                 if line.endswith(b"\n"):
                     self._place += len(line)
-                    yield json.loads(line)
+                    try:
+                        yield METRICS.parse(line)
+                    except InvalidRecord as error:
+                        logger.warning("a line of %s was left out: %s", self._path, error)
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:

@@ -20,7 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.config.source import concealed
-from tuner.runs.directory import MAY_CHANGE, RunDirectory, check_same_run, write_atomically
+from tuner.runs.directory import (
+    MAY_CHANGE,
+    OBJECTS,
+    RunDirectory,
+    check_same_run,
+    write_atomically,
+)
 from tuner.traces import Outcome, Trace, TraceStore, read_traces
 from tuner.traces.store import trace_to_json
 from tuner.trinity.handover import named_now
@@ -169,7 +175,7 @@ def _put_back_trainer(run_dir: Path, name: str, step: int) -> None:
         weights.unlink(missing_ok=True)
     else:
         write_atomically(weights, str(step))
-    state = json.loads(meta.read_text(encoding="utf-8")) if meta.exists() else {}
+    state = OBJECTS.document(meta, "put a copy of it back") if meta.exists() else {}
     write_atomically(meta, json.dumps({**state, "latest_iteration": step}))
 
 

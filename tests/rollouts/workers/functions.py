@@ -283,6 +283,8 @@ async def hanging(task, model):
         import ctypes
 
         ctypes.PyDLL(None).sleep(600)  # holds the interpreter: nothing in it can end this
+    if task["does"] == "waits once" and model.session.id.endswith("-2"):
+        return WorkflowOutput(reward=1.0)
     try:
         await asyncio.Event().wait()
     except asyncio.CancelledError:
@@ -362,6 +364,8 @@ def plain(task, model):
 
 
 async def group_judge(task, responses):
+    if task.get("judge dies"):
+        os._exit(1)
     return [JudgeOutput(reward=one.score / len(responses)) for one in responses]
 
 

@@ -53,48 +53,125 @@ async def test_the_outcome_has_the_last_words_of_the_worker(make_runner, how, wo
 
 
 @pytest.mark.usefixtures("real_workers")
-async def test_all_rollouts_of_a_worker_die_with_it_and_no_other(make_runner):
+async def test_no_rollout_of_another_worker_is_disturbed(make_runner):
     """The gateway sees the calls of all five before one of them dies."""
     async with pool_of(2, dying) as pool:
         runner = make_runner(dying, workers=pool)
-        async with waiting(runner, 4) as (tasks, _):
-            (dead,) = await runner.run({"dies": "exits"}, RolloutId(1, 4, 0), DEFAULTS)
-            done, left = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            while len(done) < 2:
-                more, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-                done |= more
-    assert dead.outcome is Outcome.WORKER_DIED
-    assert [task.result()[0].outcome for task in done] == [Outcome.WORKER_DIED] * 2
-    assert all(task.cancelled() for task in left)
+        async with waiting(runner, 4) as (tasks, again):
+            (first, dead) = await runner.run({"dies": "exits"}, RolloutId(1, 4, 0), DEFAULTS)
+            await again.acquire()  # a neighbour of the dead one has begun again
+    assert [first.outcome, dead.outcome] == [Outcome.WORKER_DIED] * 2
+    assert all(task.cancelled() for task in tasks)
 
 
-async def test_a_group_that_loses_a_response_is_not_judged(make_runner):
-    """A judge of groups wants all of them."""
+@pytest.mark.parametrize(("count", "retries"), [(1, 0), (2, 1), (3, 0)])
+@pytest.mark.parametrize("killers", [{0}, {1, 4, 7}, {2, 3, 4, 5, 6, 7, 8}], ids=len)
+async def test_only_rollouts_that_end_their_worker_alone_fail(
+    make_runner, caplog, killers, count, retries
+):
+    """All nine are in workers before the first of them dies, and none is retried for another."""
+    async with pool_of(count, dying) as pool:
+        runner = make_runner(dying, workers=pool, retries=retries)
+        meets(runner, 9)
+        found = await asyncio.gather(
+            *(
+                runner.run(
+                    {"dies": "exits" if number in killers else None, "who": f"row {number}"},
+                    RolloutId(1, number, 0),
+                    DEFAULTS,
+                )
+                for number in range(9)
+            )
+        )
+    assert {
+        n for n, traces in enumerate(found) if traces[-1].outcome is Outcome.WORKER_DIED
+    } == killers
+    for number, (*before, last) in enumerate(found):
+        assert last.outcome is (Outcome.WORKER_DIED if number in killers else Outcome.COMPLETED)
+        assert [trace.attempt for trace in (*before, last)] == [*range(1, len(before) + 2)]
+        assert all(trace.outcome is Outcome.WORKER_DIED and not trace.final for trace in before)
+        assert len(before) <= 1 + retries * (number in killers)
+        if number in killers:
+            assert "no other rollout was in it, and its task is {" in last.error
+            assert f"'who': 'row {number}'" in last.error
+            assert f"train-1-{number}-0, attempt {last.attempt}: its worker" in caplog.text
+
+
+async def test_rollouts_begin_while_others_wait_to_be_alone(make_runner):
+    """A suspect gets the worker that was started for it; the others go on in the second."""
+    async with pool_of(2, dying) as pool:
+        runner = make_runner(dying, workers=pool)
+        meets(runner, 4)
+        many = [{"dies": "exits"}, {}, {}, {}, *[{}] * 6]
+        found = await asyncio.gather(
+            *(runner.run(task, RolloutId(1, n, 0), DEFAULTS) for n, task in enumerate(many))
+        )
+    ended = [traces[-1].outcome for traces in found]
+    assert ended == [Outcome.WORKER_DIED, *[Outcome.COMPLETED] * 9]
+
+
+async def test_a_rollout_that_waits_to_be_alone_can_be_cancelled(make_runner):
+    async with pool_of(1, dying) as pool:
+        runner = make_runner(dying, workers=pool)
+        async with waiting(runner, 1):
+            id = "train", 1, 1
+            asking = asyncio.ensure_future(pool._place(id, alone=True))
+            general = asyncio.ensure_future(pool._place(id, alone=False))
+            done, _ = await asyncio.wait([asking, general], timeout=0)
+            assert not done
+            asking.cancel()
+            assert (await general).pid in pool.pids
+
+
+def meets(runner, count):
+    """From now on the first answers are held back until there are so many."""
+    handle, arrived, barrier = runner.gateway.handle, 0, asyncio.Event()
+
+    async def answered(*request):
+        nonlocal arrived
+        reply = await handle(*request)
+        arrived += 1
+        if arrived == count:
+            barrier.set()
+        await barrier.wait()
+        return reply
+
+    runner.gateway.handle = answered
+
+
+@pytest.mark.parametrize("killers", [{0}, {1, 3}, {0, 1, 2, 3, 4, 5}], ids=len)
+@pytest.mark.parametrize("count", [1, 2])
+async def test_a_group_is_judged_without_those_that_end_their_worker(make_runner, count, killers):
+    """A judge of groups reads responses that stay in the worker, and die with it."""
+    async with pool_of(count, functions.scored, functions.group_judge) as pool:
+        runner = make_runner(functions.scored, functions.group_judge, workers=pool)
+        rows = {RolloutId(1, n // 3, n % 3): {"dies": n in killers} for n in range(6)}
+        panels = [Panel(runner, {}, [*rows][:3]), Panel(runner, {}, [*rows][3:])]
+
+        def make(id):
+            return lambda **options: runner.run(rows[id], id, DEFAULTS, **options)
+
+        found = await asyncio.gather(*(panels[id.task].run(id, make(id)) for id in rows))
+    for number, (*before, last) in enumerate(found):
+        assert last.outcome is (Outcome.WORKER_DIED if number in killers else Outcome.COMPLETED)
+        assert last.reward is None or last.reward > 0
+        assert all(trace.outcome is Outcome.WORKER_DIED and not trace.final for trace in before)
+
+
+async def test_a_judge_that_ends_its_worker_is_named_and_takes_no_other_group(make_runner):
     async with pool_of(1, functions.scored, functions.group_judge) as pool:
         runner = make_runner(functions.scored, functions.group_judge, workers=pool)
-        ids = [RolloutId(1, 0, n) for n in range(2)]
-        panel = Panel(runner, {}, ids)
+        tasks = [{"judge dies": True}, {}]
+        ids = [RolloutId(1, n // 2, n % 2) for n in range(4)]
+        panels = [Panel(runner, task, ids[2 * n : 2 * n + 2]) for n, task in enumerate(tasks)]
 
-        def made(id, task):
-            return lambda keep: runner.run(task, id, DEFAULTS, keep=keep)
+        def make(id):
+            return lambda **options: runner.run(tasks[id.task], id, DEFAULTS, **options)
 
-        (first,) = await made(ids[0], {})(keep=lambda response: first_response.append(response))
-        second = panel.run(ids[1], made(ids[1], {"dies": True}))
-        both = asyncio.gather(panel.run(ids[0], kept(first)), second)
-        found = await both
-    assert [traces[-1].outcome for traces in found] == [Outcome.WORKER_DIED] * 2
-    assert [len(traces[-1].calls) for traces in found] == [1, 1]
-
-
-first_response = []
-
-
-def kept(trace):
-    async def made(keep):
-        keep(first_response.pop())
-        return [trace]
-
-    return made
+        found = await asyncio.gather(*(panels[id.task].run(id, make(id)) for id in ids))
+    last = [traces[-1] for traces in found]
+    assert [one.outcome for one in last] == [Outcome.WORKER_DIED] * 2 + [Outcome.COMPLETED] * 2
+    assert "exited with 1" in last[0].error
 
 
 async def test_workers_that_die_before_they_begin_end_the_run_with_a_diagnosis(make_runner):

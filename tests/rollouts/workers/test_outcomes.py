@@ -158,7 +158,7 @@ async def test_a_group_is_judged_where_its_responses_are(make_runner):
         panel = Panel(runner, {}, ids)
 
         def made(id):
-            return lambda keep: runner.run({}, id, DEFAULTS, keep=keep)
+            return lambda **options: runner.run({}, id, DEFAULTS, **options)
 
         found = await asyncio.gather(*(panel.run(id, made(id)) for id in ids))
         return [[told(trace) for trace in traces] for traces in found]

@@ -2,15 +2,17 @@
 
 import json
 import re
+import shutil
 
 import pytest
 from typer.testing import CliRunner
 
 from tests.kit.chat_server import chat_server
+from tests.tools.test_damaged_files import KINDS, damaged, no_file, told
 from tuner import JudgeOutput, PromptTuneConfig, RemoteModel, WorkflowOutput, tune_prompt
 from tuner.cli import app
 from tuner.errors import TrainingError
-from tuner.tools.prompt_page import difference, write_page
+from tuner.tools.prompt_page import difference, page, write_page
 from tuner.tools.viewer import RunReader, write_report
 from tuner.tools.viewer.page import report_data
 from tuner.traces import Outcome, RolloutId, Trace, TraceStore
@@ -213,3 +215,23 @@ def test_a_page_of_a_thousand_tasks_and_forty_candidates_stays_small(tmp_path):
     page = write_page(tmp_path).read_text()
     assert len(page) < 4_000_000
     assert "others are omitted" in page
+
+
+@pytest.mark.parametrize("file", ["tree.json", "result.json", "search.json"])
+def test_each_field_of_a_search_is_shown_or_named(run, tmp_path, file):
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    path = folder / file
+    cases = [one["x"] for one in damaged({"x": json.loads(path.read_bytes())}) if "x" in one]
+    refused = 0
+    for case in cases[:: max(1, len(cases) // 40)]:
+        path.write_text(json.dumps(case))
+        refused += told(lambda: page(folder), path) is not None
+    for kind in KINDS:
+        path.unlink(missing_ok=True)
+        shutil.copy(run / file, path)
+        no_file(path, kind)
+        assert kind == "truncated" or told(lambda: page(folder), path) is not None
+        if kind == "folder":
+            path.rmdir()
+    assert refused > 5

@@ -21,7 +21,7 @@ from tuner.config.algorithms import ADVANTAGES
 from tuner.runs.metrics import batch_metrics, has_signal, rollout_metrics, staleness_metrics
 from tuner.runs.sources import StepData
 from tuner.runs.stack import selection
-from tuner.serving.serving_store import ServingStore, StoredSession
+from tuner.serving.serving_store import DamagedSession, ServingStore, StoredSession
 from tuner.traces import Call, RolloutId, Trace, untrainable
 from tuner.training.batch import Batch, TeacherPrompt, build_batch, own_prompt
 
@@ -122,6 +122,7 @@ class JudgedSource:
         self._store = store
         self._oldest = oldest
         self._teacher_prompt = teacher_prompt
+        self._damaged = set[str]()
         self._compared = ADVANTAGES[config.algorithm.advantage_fn].needs_group
 
     @property
@@ -143,15 +144,30 @@ class JudgedSource:
         if self._store.ask(_COUNT)[0][0] < batch:
             return []
         fresh, _ = self._judged()
-        found = units(fresh, self._groups(), batch=batch, repeat=repeat, compared=self._compared)
-        return chosen(found, batch=batch, compared=self._compared)
+        groups, compared = self._groups(), self._compared
+        while True:
+            found = units(fresh, groups, batch=batch, repeat=repeat, compared=compared)
+            taken = chosen(found, batch=batch, compared=compared)
+            if all([self._readable(one) for group in taken for one in group]):  # noqa: C419
+                return taken
+            fresh = [one for one in fresh if one.id not in self._damaged]
+
+    def _readable(self, session: StoredSession) -> bool:
+        """Whether the calls of a session can be read; a damaged one is logged and left out."""
+        try:
+            self._store.calls(session.id)
+        except DamagedSession as error:
+            self._store.leave_out(error)
+            self._damaged.add(session.id)
+        return session.id not in self._damaged
 
     def _judged(self) -> tuple[list[StoredSession], list[StoredSession]]:
         """Sessions that no update has taken: those that can be trained, and those whose tokens are
         all too old."""
         config, oldest = self._config, self._oldest()
         update = config.buffer.batch_size * config.algorithm.repeat_times
-        found = self._store.untrained(limit=max(_MOST, 4 * update))
+        found = self._store.untrained(limit=max(_MOST, 4 * update) + len(self._damaged))
+        found = [one for one in found if one.id not in self._damaged]
         fresh = [one for one in found if one.highest is not None and one.highest >= oldest]
         known = {one.id for one in fresh}
         return fresh, [one for one in found if one.id not in known]
@@ -183,7 +199,7 @@ class JudgedSource:
             version: Number of updates that the weights have seen before it.
         """
         config = self._config
-        _, stale = self._judged()
+        stale = [one for one in self._judged()[1] if self._readable(one)]
         members = [(number, one) for number, group in enumerate(groups) for one in group]
         traces, silent = [], set[str]()
         for place, (number, one) in enumerate(members):

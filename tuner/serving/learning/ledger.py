@@ -11,11 +11,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from tuner.errors import TunerError
 from tuner.runs.statistics import Arm, Decision
 from tuner.serving.serving_store import Tables
+from tuner.traces.reading import AnyNumber, Integer, InvalidRecord, JsonReader, Text
+from tuner.traces.store import stored_form
 
 Kind = Literal["start", "trial", "promote", "keep", "not yet", "rollback"]
 _NUMBERS = ("estimate", "lower", "upper", "sessions", "expected_more")
@@ -95,11 +98,39 @@ def promoted_versions(tables: Tables) -> list[int]:
     if not tables.ask("SELECT 1 FROM sqlite_master WHERE name = 'decisions'"):
         return []
     found: list[int] = []
-    for kind, version in tables.ask("SELECT kind, version FROM decisions ORDER BY number"):
-        if kind in ("start", "promote"):
-            found.append(version)
-        elif kind == "rollback":
+    for one in _decisions(tables):
+        if one.kind in ("start", "promote"):
+            found.append(one.version)
+        elif one.kind == "rollback" and found:
             found.pop()
+    return found
+
+
+_NUMBERS_OF = JsonReader[dict[str, Any]](
+    dict[Text, Integer | AnyNumber | None], "the numbers of a decision"
+)
+_DECISIONS = JsonReader[dict[str, Any]](lambda: stored_form(WeightsDecision), "a decision")
+
+
+def _decisions(tables: Tables) -> list[WeightsDecision]:
+    """All decisions, in order.
+
+    Raises:
+        TunerError: One is damaged, on which it depends what serves.
+    """
+    names = [one.name for one in fields(WeightsDecision)]
+    found = []
+    for row in tables.ask(f"SELECT {', '.join(names)} FROM decisions ORDER BY number"):
+        given = dict(zip(names, row, strict=True))
+        try:
+            given["reset"] = bool(given["reset"])
+            given["data"] = _NUMBERS_OF.parse(str(given["data"]).encode())
+            found.append(WeightsDecision(**_DECISIONS.check(given)))
+        except InvalidRecord as error:
+            raise TunerError(
+                f"decision {given['number']} about the weights is damaged in {tables.path}: "
+                f"{error}; put a copy of the file back"
+            ) from error
     return found
 
 
@@ -146,16 +177,8 @@ class Ledger:
         )
 
     def decisions(self) -> list[WeightsDecision]:
-        """All decisions, in order."""
-        return [
-            WeightsDecision(
-                number, at, kind, version, serving, step, bool(reset), why, json.loads(data)
-            )
-            for number, at, kind, version, serving, step, reset, why, data in self._tables.ask(
-                "SELECT number, at, kind, version, serving, step, reset, why, data "
-                "FROM decisions ORDER BY number"
-            )
-        ]
+        """All decisions, in order; raises TunerError if one is damaged."""
+        return _decisions(self._tables)
 
     @property
     def line(self) -> list[int]:
