@@ -29,6 +29,7 @@ from tuner.rollouts import StepPlan
 from tuner.runs.console import ConsoleMonitor
 from tuner.runs.directory import RunDirectory, make_private, outside_event_loop, write_atomically
 from tuner.runs.estimates import Estimate, estimate, paired, passes, rewards_by_task
+from tuner.tasks.functions import OwnFrames
 from tuner.tasks.loading import require_nothing_loads
 from tuner.tasks.settings import TuneArguments, TunerModelConfig
 from tuner.tools.candidates import (
@@ -268,7 +269,7 @@ def evaluate(
         "overrides": overrides,
     }
     chosen = [candidates] if isinstance(candidates, str | Path) else candidates
-    with parts_of(workflow_func, judge_func, None, given).closing() as parts:
+    with OwnFrames(), parts_of(workflow_func, judge_func, None, given).closing() as parts:
         return _evaluated(evaluation_of(parts), chosen, k, temperature, limit, output)
 
 

@@ -35,9 +35,11 @@ from tuner.tasks.functions import (
     Rejected,
     call_judge,
     call_workflow,
+    debugging,
     judges_groups,
     raised_in,
     response_text,
+    traceback_of,
 )
 from tuner.tasks.selection import derive_seed, seed_everything
 from tuner.tools.candidates import Candidate, find_candidate, of_configuration, with_weights
@@ -426,7 +428,10 @@ def _say_error(result: Rerun, console: Console) -> None:
     error = result.error
     assert error is not None
     if not isinstance(error, Rejected):
-        console.print("".join(traceback.format_exception(error)), end="", markup=False)
+        said = traceback_of(error)
+        if not debugging():
+            said += "".join(traceback.format_exception_only(error))
+        console.print(said, end="", markup=False)
     what = "rejected the rollout" if isinstance(error, Rejected) else "failed"
     then = "as recorded" if result.same_answer else "but not when it was recorded"
     if not result.same_answer and result.recorded.trace.error:
