@@ -628,7 +628,7 @@ def a_root_that_is_a_file(at):
 
 @mistake(
     ConfigError,
-    ("{folder}/runs/AgentScope/mine", "algorithm.optimizer.lr", "0.5"),
+    ("{folder}/runs/runs/mine", "algorithm.optimizer.lr", "0.5"),
     ("name", "continue_from_checkpoint=false"),
 )
 def a_name_that_another_run_has(at):

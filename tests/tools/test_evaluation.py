@@ -204,7 +204,7 @@ def project(random_model_path, tmp_path):
 def test_the_command_takes_the_file_of_a_run(project, said):
     status, output, errors = said("eval", project / "config.yaml", "-k", "2")
     assert not status, errors
-    assert "held: 2 tasks x 2 rollouts, temperature 1" in output
+    assert "held: 2 tasks, 2 rollouts each, temperature 1" in output
     for row in ("reward", "pass@1", "pass@2", "pass^2", "without a reward", "tokens per rollout"):
         assert row in output
 

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from tuner.errors import ConfigError, FunctionError, RewardError, RewardTimeout
+from tuner.errors import ConfigError, FunctionError, RewardError, RewardTimeout, problem_text
 from tuner.tasks.functions import JudgeOutput, JudgeType, TaskRow, response_text, shown
 
 if TYPE_CHECKING:
@@ -282,7 +282,7 @@ def read(text: str, form: type[Form]) -> Form:
             found.append(form.model_validate(value))
         except ValidationError as error:
             details = error.errors(include_url=False)
-            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in details)
+            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {problem_text(e)}" for e in details)
     if len(found) > 1:
         raise ValueError(f"there are {len(found)} verdicts")
     if not found:

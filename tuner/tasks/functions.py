@@ -14,7 +14,7 @@ import dis
 import functools
 import inspect
 import logging
-import os
+import sys
 import sysconfig
 import threading
 import traceback
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from tuner.errors import DatasetError, FunctionError, TunerError
+from tuner.errors import DatasetError, FunctionError, TunerError, debugging
 
 if TYPE_CHECKING:
     from tuner.config import RunConfig
@@ -576,6 +576,19 @@ def _code(func: Callable[..., Any]) -> CodeType | None:
     return getattr(inspect.unwrap(target), "__code__", None)
 
 
+def uses_agentscope(func: Callable[..., Any]) -> bool:
+    """Whether a function, or the module that it is in, imports AgentScope."""
+    code = _code(func)
+    imported = [] if code is None else list(code.co_names)
+    module = sys.modules.get(unwrapped(func).__module__)
+    for value in () if module is None else vars(module).values():
+        if inspect.ismodule(value):
+            imported.append(value.__name__)
+        elif inspect.isclass(value) or inspect.isfunction(value):
+            imported.append(value.__module__)
+    return any(name.partition(".")[0] == "agentscope" for name in imported)
+
+
 def _never_returns(func: Callable[..., Any]) -> bool:
     """Whether a function has no `return` with a value."""
     if (code := _code(func)) is None:
@@ -646,11 +659,6 @@ def traceback_of(error: BaseException) -> str:
         return "".join(traceback.format_exception(error))
     frames = [(one.tb_frame, one.tb_lineno) for one in _frames(error.__traceback__) if _is_own(one)]
     return "".join(traceback.StackSummary.extract(iter(frames)).format())
-
-
-def debugging() -> bool:
-    """Whether the variable TUNER_DEBUG asks for whole tracebacks."""
-    return os.environ.get("TUNER_DEBUG", "") not in ("", "0")
 
 
 class OwnFrames(contextlib.AbstractContextManager["OwnFrames"]):

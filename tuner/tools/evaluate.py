@@ -134,10 +134,9 @@ class Evaluation(BaseModel):
         from rich.table import Table
 
         for name, asked in self.sets.items():
-            title = (
-                f"{name}: {asked.tasks} tasks x {asked.repeat} rollouts, temperature "
-                f"{asked.temperature:g}"
-            )
+            each = "one rollout" if asked.repeat == 1 else f"{asked.repeat} rollouts"
+            tasks = "1 task" if asked.tasks == 1 else f"{asked.tasks} tasks"
+            title = f"{name}: {tasks}, {each} each, temperature {asked.temperature:g}"
             table = Table(title=title, title_justify="left")
             table.add_column()
             for candidate in self.candidates:

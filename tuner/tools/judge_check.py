@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tuner.errors import ConfigError, DatasetError, FunctionError
+from tuner.errors import ConfigError, DatasetError, FunctionError, problem_text
 from tuner.gateway import SamplingDefaults
 from tuner.rollouts import StepPlan, collect
 from tuner.rollouts.runner import JudgeResult
@@ -156,7 +156,7 @@ def read_labelled(path: Path) -> list[LabelledAnswer]:
             problem = error.errors(include_url=False)[0]
             at = ".".join(map(str, problem["loc"])) or "the line"
             raise DatasetError(
-                f"{path}, line {number}: {at}: {problem['msg']}; a row is "
+                f"{path}, line {number}: {at}: {problem_text(problem)}; a row is "
                 '{"task": {...}, "response": "...", "reward": 0.5}'
             ) from None
     if not rows:

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tuner.engines.base import EngineCapabilities
-from tuner.errors import ConfigError, FunctionError
+from tuner.errors import ConfigError, FunctionError, debugging
 from tuner.gateway import Gateway, SamplingDefaults, Session, SessionLimits
 from tuner.gateway.playback import MessageScript, Playback
 from tuner.gateway.request_diff import difference_of, difference_of_texts
@@ -35,7 +35,6 @@ from tuner.tasks.functions import (
     Rejected,
     call_judge,
     call_workflow,
-    debugging,
     judges_groups,
     raised_in,
     response_text,

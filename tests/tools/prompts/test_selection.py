@@ -63,9 +63,9 @@ async def workflow(task, model):
     return WorkflowOutput(response="".join(texts))
 
 
-async def judge(task, response):
-    assert set(response) == {"response", "metrics"}
-    found = float(response["response"] == task["answer"])
+async def judge(task, response, metrics):
+    assert {"execution_time", "input_tokens", "output_tokens", "total_tokens"} <= set(metrics)
+    found = float(response == task["answer"])
     return JudgeOutput(reward=found, metrics={"right": found})
 
 
@@ -360,7 +360,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples/gsm8k/data"
 
 async def solved(task, response):
     truth = final_answer(task["answer"])
-    return JudgeOutput(reward=math_equal(final_answer(response["response"]), truth))
+    return JudgeOutput(reward=math_equal(final_answer(response), truth))
 
 
 async def test_tiny_models_are_selected_by_path_and_by_settings(tmp_path, random_model_path):

@@ -76,7 +76,7 @@ def tuned(tmp_path):
 
 @pytest.fixture
 def folder(tmp_path):
-    return tmp_path / "AgentScope" / "search"
+    return tmp_path / "runs" / "search"
 
 
 def traces(folder, split="search"):
@@ -315,7 +315,7 @@ def test_a_killed_search_goes_on_and_asks_for_nothing_twice(tmp_path):
         begun = len((tmp_path / "killed.log").read_text().splitlines())
         assert forked.run(search, server.base_url, tmp_path / "killed") == 0
         assert (tmp_path / "killed.txt").read_text() == "Add one."
-    folder = tmp_path / "killed/AgentScope/search"
+    folder = tmp_path / "killed/runs/search"
     metrics = json.loads((folder / "result.json").read_text())["metrics"]
     rollouts = len((tmp_path / "killed.log").read_text().splitlines())
     assert begun < rollouts == metrics["rollouts"]
