@@ -182,9 +182,17 @@ async def forgot_to_return(task, model):
 @pytest.mark.parametrize(
     ("func", "value", "text"),
     [
-        (workflow, b"said", "returned b'said' .bytes.; a workflow returns WorkflowOutput, or a text"),
+        (
+            workflow,
+            b"said",
+            "returned b'said' .bytes.; a workflow returns WorkflowOutput, or a ",
+        ),
         (workflow, [1.0], "returned .1.0. .list."),
-        (workflow, {"rewrd": 1}, "returned {'rewrd': 1} .dict.; .* no field 'rewrd' .*reward, resp"),
+        (
+            workflow,
+            {"rewrd": 1},
+            "returned {'rewrd': 1} .dict.; .* no field 'rewrd' .*reward",
+        ),
         (workflow, {"reward": "1"}, "reward is '1' .str., expected a number"),
         (workflow, JudgeOutput(reward=1), "a workflow returns WorkflowOutput"),
         (forgot_to_return, None, "is a return statement missing"),
@@ -202,7 +210,7 @@ def test_agentscopes_outputs_are_taken():
     assert output == WorkflowOutput(reward=1, response="x")
     theirs = type("JudgeOutput", (SimpleNamespace,), {})
     assert as_judge_output(theirs(reward=1, metrics={"a": 2}), workflow).metrics == {"a": 2}
-    with pytest.raises(FunctionError, match="returned .* it needs a reward"):
+    with pytest.raises(FunctionError, match=r"returned .* it needs a reward"):
         as_judge_output(theirs(reward=None, metrics=None), workflow)
 
 

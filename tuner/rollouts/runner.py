@@ -29,7 +29,7 @@ from tuner.tasks.functions import (
     JudgeOutput,
     Rejected,
     WorkflowOutput,
-    WrongReturn,
+    WrongReturnError,
     call_group_judge,
     call_judge,
     call_workflow,
@@ -107,7 +107,8 @@ class Attempt:
                 return
             raise FunctionError(
                 "there is no reward: no judge was given, and the workflow returned a response "
-                "alone; return a number or WorkflowOutput(reward=...), or pass judge_func"
+                "alone (reward=None); return a number or WorkflowOutput(reward=...), or pass "
+                "judge_func"
             )
         if not math.isfinite(self.reward):
             self.outcome, self.error = Outcome.INVALID_REWARD, not_finite("workflow", self.reward)
@@ -212,13 +213,13 @@ class InProcessFunctions:
         work = self._of(call_workflow, self.workflow_func, task, model=model, feedback=feedback)
         try:
             output = await self._looked_after("workflow", work)
-        except WrongReturn as error:
+        except WrongReturnError as error:
             raise FunctionError(await self._mistakes(error, task)) from None
         if hasattr(model, "workflow_ended"):  # frameworks whose agents can stop half-way
             model.workflow_ended()
         return output
 
-    async def _mistakes(self, error: WrongReturn, task: Mapping[str, Any]) -> str:
+    async def _mistakes(self, error: WrongReturnError, task: Mapping[str, Any]) -> str:
         """The workflow's mistake, and the judge's, which is tried on what the workflow returned."""
         if self.judge_func is None:
             return str(error)

@@ -494,8 +494,15 @@ def as_workflow_output(value: Any, func: Callable[..., Any]) -> WorkflowOutput:
     """`value`, which `func` returned, as our `WorkflowOutput`; AgentScope's is accepted too.
 
     Raises:
-        WrongReturn: It is neither that nor one of the plain values.
+        WrongReturnError: It is neither that nor one of the plain values.
     """
+    try:
+        return _workflow_output(value, func)
+    except FunctionError as error:
+        raise WrongReturnError(str(error), value) from None
+
+
+def _workflow_output(value: Any, func: Callable[..., Any]) -> WorkflowOutput:
     if isinstance(value, WorkflowOutput):
         return value
     if type(value).__name__ == WorkflowOutput.__name__ and hasattr(value, "response"):
@@ -515,7 +522,7 @@ def as_judge_output(value: Any, func: Callable[..., Any]) -> JudgeOutput:
     """`value`, which `func` returned, as our `JudgeOutput`; AgentScope's is accepted too.
 
     Raises:
-        WrongReturn: It is neither that nor one of the plain values, or has no reward.
+        FunctionError: It is neither that nor one of the plain values, or has no reward.
     """
     if isinstance(value, JudgeOutput):
         return value
@@ -538,7 +545,7 @@ def _of_fields(output: type[Output], fields: Mapping[Any, Any], func: Callable[.
     try:
         return output(**{str(name): value for name, value in fields.items()})
     except FunctionError as error:
-        raise WrongReturn(f"{where(func)} returned {shown(fields)}; {error}", fields) from None
+        raise FunctionError(f"{where(func)} returned {shown(fields)}; {error}") from None
 
 
 def _is_number(value: Any) -> bool:
@@ -604,22 +611,21 @@ def _never_returns(func: Callable[..., Any]) -> bool:
     return True
 
 
-class WrongReturn(FunctionError):
-    """A function returned something of the wrong type: `value`."""
+class WrongReturnError(FunctionError):
+    """A workflow returned something of the wrong type: `value`."""
 
     def __init__(self, message: str, value: Any) -> None:
         super().__init__(message)
         self.value = value
 
 
-def wrong_return(value: Any, func: Callable[..., Any], signature: Signature) -> WrongReturn:
+def wrong_return(value: Any, func: Callable[..., Any], signature: Signature) -> FunctionError:
     """The error for a function that returned something of the wrong type."""
     hint = " (is a return statement missing?)" if value is None else ""
     plain = f", or {signature.plain}" if signature.plain else ""
-    return WrongReturn(
+    return FunctionError(
         f"{where(func)} returned {shown(value)}{hint}; a {signature.role} returns "
-        f"{signature.output}{plain}",
-        value,
+        f"{signature.output}{plain}"
     )
 
 

@@ -35,7 +35,7 @@ from tuner.tasks.functions import (
     JudgeOutput,
     OwnFrames,
     WorkflowOutput,
-    WrongReturn,
+    WrongReturnError,
     as_judge_output,
     call_function,
     call_workflow,
@@ -641,7 +641,7 @@ class _MeasuredWorkflow:
         began = time.perf_counter()
         try:
             output = await call_workflow(self.workflow, model=model, **given)
-        except WrongReturn as error:  # which the judge is tried on
+        except WrongReturnError as error:  # which the judge is tried on
             error.value = JudgedResponse(response=error.value, metrics={})
             raise
         seconds = time.perf_counter() - began
