@@ -336,11 +336,8 @@ def test_runs_are_in_a_folder_of_agentscopes_name_only_if_it_is_used(backend, wr
         (workflow, {}, "runs"),
         (workflow_of_agentscope, {}, "AgentScope"),
         (workflow_of_agentscope, {"project_name": "mine"}, "mine"),
-        (
-            workflow_of_agentscope,
-            {"config_path": write("")},
-            "runs",
-        ),  # `tuner serve` has no workflow
+        # `tuner serve`, which has a file alone, finds the run.
+        (workflow_of_agentscope, {"config_path": write("")}, "runs"),
     ]:
         tune(func, judge, ROWS, **{"model": MODEL, **given})
         assert backend.config.project == project
