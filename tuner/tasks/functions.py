@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType, FunctionType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
@@ -506,7 +506,8 @@ def _workflow_output(value: Any, func: Callable[..., Any]) -> WorkflowOutput:
     if isinstance(value, WorkflowOutput):
         return value
     if type(value).__name__ == WorkflowOutput.__name__ and hasattr(value, "response"):
-        return WorkflowOutput(reward=value.reward, response=value.response, metrics=value.metrics)
+        fields = {name: getattr(value, name) for name in WorkflowOutput.model_fields}
+        return _of_fields(WorkflowOutput, fields, func)
     if isinstance(value, str) or callable(getattr(value, "get_text_content", None)):
         return WorkflowOutput(response=value)
     if value is None and not _never_returns(func):  # the content of an answer without text
@@ -589,10 +590,10 @@ def uses_agentscope(func: Callable[..., Any]) -> bool:
     imported = [] if code is None else list(code.co_names)
     module = sys.modules.get(unwrapped(func).__module__)
     for value in () if module is None else vars(module).values():
-        if inspect.ismodule(value):
+        if issubclass(type(value), ModuleType):  # `isinstance` would ask what a proxy stands for
             imported.append(value.__name__)
-        elif inspect.isclass(value) or inspect.isfunction(value):
-            imported.append(value.__module__)
+        elif issubclass(type(value), (type, FunctionType)):
+            imported.append(str(value.__module__))
     return any(name.partition(".")[0] == "agentscope" for name in imported)
 
 
@@ -614,7 +615,7 @@ def _never_returns(func: Callable[..., Any]) -> bool:
 class WrongReturnError(FunctionError):
     """A workflow returned something of the wrong type: `value`."""
 
-    def __init__(self, message: str, value: Any) -> None:
+    def __init__(self, message: str, value: Any = None) -> None:
         super().__init__(message)
         self.value = value
 
