@@ -65,6 +65,7 @@ def test_a_removed_command_or_option_names_its_replacement(
 def test_alone_it_says_what_there_is(capsys, monkeypatch):
     status, output, _ = said(capsys, monkeypatch)
     assert status == 2
+    assert "<bool>" not in output
     for name in ("init", "run", "check", "view", "replay", "--version", "--install-completion"):
         assert name in output
 
@@ -90,6 +91,17 @@ def test_help_has_an_example(command, capsys, monkeypatch):
     status, output, _ = said(capsys, monkeypatch, command, "--help")
     assert not status
     assert f"Example: tuner {command} " in output
+    assert "<bool>" not in output
+
+
+def test_a_whole_traceback_of_an_error_is_shown_on_request(capsys, monkeypatch, tmp_path):
+    _, _, errors = said(capsys, monkeypatch, "run", str(tmp_path / "none.yaml"))
+    assert errors.count("\n") == 1
+    monkeypatch.setenv("TUNER_DEBUG", "1")
+    status, _, whole = said(capsys, monkeypatch, "run", str(tmp_path / "none.yaml"))
+    assert status == 2
+    assert whole.startswith("Traceback")
+    assert whole.endswith(errors)
 
 
 def test_version(capsys, monkeypatch):

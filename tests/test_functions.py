@@ -10,6 +10,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tuner.errors import ConfigError, DatasetError, FunctionError
@@ -136,19 +137,71 @@ def test_judge_needs_task_and_response():
         check_judge_function(lambda task, answer=None: None)
 
 
+class Message:
+    """Like AgentScope's."""
+
+    def get_text_content(self):
+        return "said"
+
+
+MESSAGE = Message()
+
+
 @pytest.mark.parametrize(
-    ("value", "text"),
+    ("value", "reward", "response"),
     [
-        (0.5, r"returned 0.5 \(float\); a workflow returns WorkflowOutput: write .*\(reward=0.5\)"),
-        (None, "is a return statement missing"),
-        ({"reward": 1}, "returned {'reward': 1} .dict."),
-        (JudgeOutput(reward=1), "a workflow returns WorkflowOutput"),
+        ("an answer", None, "an answer"),
+        (MESSAGE, None, MESSAGE),
+        (None, None, None),  # the content of an answer without text
+        (0.5, 0.5, 0.5),
+        (7, 7.0, 7),
+        (True, 1.0, True),
+        (np.float32(0.25), 0.25, np.float32(0.25)),
+        ({"response": [1], "reward": 0}, 0.0, [1]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+async def test_a_workflow_may_return_a_plain_value(value, reward, response):
+    output = await call(lambda task, model: value)
+    assert (output.reward, output.response) == (reward, response)
+
+
+@pytest.mark.parametrize(
+    ("value", "reward"), [(1, 1.0), (False, 0.0), (np.bool_(True), 1.0), ({"reward": 0.5}, 0.5)]
+)
+async def test_a_judge_may_return_a_plain_value(value, reward):
+    assert await score(lambda task, response: value) == JudgeOutput(reward=reward)
+
+
+async def forgot_to_return(task, model):
+    await asyncio.sleep(0)
+    if not task:
+        return
+
+
+@pytest.mark.parametrize(
+    ("func", "value", "text"),
+    [
+        (
+            workflow,
+            b"said",
+            "returned b'said' .bytes.; a workflow returns WorkflowOutput, or a ",
+        ),
+        (workflow, [1.0], "returned .1.0. .list."),
+        (
+            workflow,
+            {"rewrd": 1},
+            "returned {'rewrd': 1} .dict.; .* no field 'rewrd' .*reward",
+        ),
+        (workflow, {"reward": "1"}, "reward is '1' .str., expected a number"),
+        (workflow, JudgeOutput(reward=1), "a workflow returns WorkflowOutput"),
+        (forgot_to_return, None, "is a return statement missing"),
     ],
 )
-def test_wrong_return_type_names_function_and_value(value, text):
+def test_wrong_return_type_names_function_and_value(func, value, text):
     with pytest.raises(FunctionError, match=text) as caught:
-        as_workflow_output(value, workflow)
-    assert f"workflow ({__file__}:" in str(caught.value)
+        as_workflow_output(value, func)
+    assert f"{func.__name__} ({__file__}:" in str(caught.value)
 
 
 def test_agentscopes_outputs_are_taken():
@@ -157,15 +210,15 @@ def test_agentscopes_outputs_are_taken():
     assert output == WorkflowOutput(reward=1, response="x")
     theirs = type("JudgeOutput", (SimpleNamespace,), {})
     assert as_judge_output(theirs(reward=1, metrics={"a": 2}), workflow).metrics == {"a": 2}
-    with pytest.raises(FunctionError, match="JudgeOutput without a reward"):
+    with pytest.raises(FunctionError, match=r"returned .* it needs a reward"):
         as_judge_output(theirs(reward=None, metrics=None), workflow)
 
 
 async def test_judge_without_reward_and_wrong_judge_have_their_own_messages():
     with pytest.raises(FunctionError, match="it needs a reward: a judge must score"):
         JudgeOutput(reward=None)  # type: ignore[arg-type]
-    with pytest.raises(FunctionError, match=r"a judge returns JudgeOutput: write JudgeOutput"):
-        await score(lambda task, response: 1.0)
+    with pytest.raises(FunctionError, match=r"returned '1.0' \(str\); a judge returns JudgeOutput"):
+        await score(lambda task, response: "1.0")
     assert (await score(lambda task, response: JudgeOutput(reward=True))).reward == 1.0
 
 
@@ -178,7 +231,8 @@ def test_unknown_fields_of_an_output_are_refused():
 
 async def test_missing_field_of_a_row_is_named_with_the_fields_there_are():
     with pytest.raises(
-        FunctionError, match=r"no field 'question'; .* are: problem, answer$"
+        FunctionError,
+        match=rf"^workflow \({__file__}:\d+\): .*no field 'question'; .* are: problem, answer$",
     ) as caught:
         await call(workflow, {"problem": "p", "answer": "a"})
     assert isinstance(caught.value, DatasetError)

@@ -12,6 +12,7 @@ import json
 import re
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ from tuner.errors import (
     ModelLoadError,
     TrainingError,
     TunerError,
+    debugging,
 )
 from tuner.rewards import math_equal
 from tuner.tasks.functions import MissingFieldError
@@ -252,9 +254,9 @@ async def returns_nothing(task, model):
     await model(USER)
 
 
-async def returns_a_number(task, model):
+async def returns_a_pair(task, model):
     await model(USER)
-    return 1.0
+    return "r", 1.0
 
 
 async def returns_a_text(task, model):
@@ -274,8 +276,8 @@ async def forgets_the_reward(task, response):
     return JudgeOutput()
 
 
-async def gives_a_truth(task, response):
-    return response == "4"
+async def gives_a_word(task, response):
+    return "yes"
 
 
 async def misspells_a_field(task, response):
@@ -287,11 +289,11 @@ async def gives_what_is_not_finite(task, response):
 
 
 of_workflow(returns_nothing, ("returns_nothing", "None"), ("WorkflowOutput", "return"))
-of_workflow(returns_a_number, ("returns_a_number", "1.0"), "WorkflowOutput(reward=1.0)")
+of_workflow(returns_a_pair, ("returns_a_pair", "('r', 1.0)", "tuple"), "WorkflowOutput")
 of_workflow(returns_a_text, ("returns_a_text", "list"), "WorkflowOutput")
 of_judge(gives_a_text_as_reward, ("JudgeOutput", "reward", "'good'"), "number")
 of_judge(forgets_the_reward, ("JudgeOutput", "reward"), "needs|missing|must")
-of_judge(gives_a_truth, ("gives_a_truth", "False", "bool"), "JudgeOutput(reward=False)")
+of_judge(gives_a_word, ("gives_a_word", "'yes'", "str"), "JudgeOutput")
 of_judge(misspells_a_field, ("JudgeOutput", "'metric'"), ("reward", "metrics"))
 of_judge(gives_what_is_not_finite, ("judge", "reward", "nan"), "finite", TrainingError)
 
@@ -628,7 +630,7 @@ def a_root_that_is_a_file(at):
 
 @mistake(
     ConfigError,
-    ("{folder}/runs/AgentScope/mine", "algorithm.optimizer.lr", "0.5"),
+    ("{folder}/runs/runs/mine", "algorithm.optimizer.lr", "0.5"),
     ("name", "continue_from_checkpoint=false"),
 )
 def a_name_that_another_run_has(at):
@@ -793,3 +795,18 @@ def test_an_error_of_the_users_own_code_is_said_with_its_line(at, caplog):
     lines = [record.getMessage() for record in caplog.records]
     said = f"forgets_await ({__file__}:{forgets_await.__code__.co_firstlineno + 1}): AttributeError"
     assert len([line for line in lines if line.startswith(said)]) == 1
+
+
+def test_its_traceback_has_the_users_frames_alone(at, monkeypatch):
+    def files():
+        with pytest.raises(FunctionError) as caught:
+            at.train(judge=misspells_a_field)
+        place = f"{__file__}:{misspells_a_field.__code__.co_firstlineno + 1}"
+        assert str(caught.value).startswith(f"misspells_a_field ({place}): JudgeOutput: ")
+        frames = traceback.extract_tb(caught.value.__traceback__)
+        assert frames[-1].name == "misspells_a_field" or debugging()
+        return {frame.filename for frame in frames}
+
+    assert files() == {__file__}
+    monkeypatch.setenv("TUNER_DEBUG", "1")
+    assert any("tuner/rollouts/runner.py" in file for file in files())

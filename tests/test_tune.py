@@ -323,3 +323,21 @@ def test_command_line_errors_are_short_and_exit_with_2(tmp_path, arguments, text
     assert run.returncode == 2
     assert text in run.stderr
     assert "Traceback" not in run.stderr
+
+
+async def workflow_of_agentscope(task, model):
+    from agentscope.message import Msg
+
+    return Msg("a", "b", "assistant")
+
+
+def test_runs_are_in_a_folder_of_agentscopes_name_only_if_it_is_used(backend, write):
+    for func, given, project in [
+        (workflow, {}, "runs"),
+        (workflow_of_agentscope, {}, "AgentScope"),
+        (workflow_of_agentscope, {"project_name": "mine"}, "mine"),
+        # `tuner serve`, which has a file alone, finds the run.
+        (workflow_of_agentscope, {"config_path": write("")}, "runs"),
+    ]:
+        tune(func, judge, ROWS, **{"model": MODEL, **given})
+        assert backend.config.project == project

@@ -6,13 +6,16 @@ import json
 import math
 import os
 import sys
+import traceback
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 
 import typer
 import yaml
+from typer.core import TyperCommand, TyperGroup
 
 from tuner.encoding import NotText, model_json, read_text_file, show_all
 from tuner.errors import (
@@ -20,6 +23,7 @@ from tuner.errors import (
     MissingDependencyError,
     TrainingError,
     TunerError,
+    debugging,
     pip_install,
     system_faults,
 )
@@ -533,7 +537,29 @@ REMOVED = {
 
 UsageError: Any = typer.BadParameter.__mro__[1]
 """Raised for an invalid command line."""
-app = typer.Typer(pretty_exceptions_enable=False)
+
+
+class _Flags:
+    """A command whose help has no `<bool>` beside its flags."""
+
+    def get_params(self, context: Any) -> list[Any]:
+        params: list[Any] = super().get_params(context)  # type: ignore[misc]
+        for one in params:
+            if getattr(one, "is_flag", False):
+                one.metavar = ""
+        return params
+
+
+class _Command(_Flags, TyperCommand):
+    pass
+
+
+class _Group(_Flags, TyperGroup):
+    pass
+
+
+app = typer.Typer(cls=_Group, pretty_exceptions_enable=False)
+command = partial(app.command, cls=_Command)
 
 
 @app.callback(invoke_without_command=True)
@@ -552,7 +578,7 @@ def _of_all(
         raise typer.Exit(BAD_INPUT)
 
 
-@app.command(epilog="Example: tuner init my-agent --template react")
+@command(epilog="Example: tuner init my-agent --template react")
 def init(
     folder: Annotated[Path, typer.Argument(help="Folder to create or fill.")] = Path(),
     template: Annotated[Template, typer.Option(help="Kind of agent.")] = Template.OPENAI,
@@ -571,14 +597,16 @@ def init(
 
     real: a ReAct agent with SmolLM2-135M that learns to use a tool in five minutes
     """
-    for file in create(template, folder):
+    files, start = create(template, folder), f"python {folder / 'main.py'}"
+    if needed := [f"pip install {requirement}" for requirement in missing(template)]:
+        typer.echo(" && ".join([*needed, start]))
+        return
+    for file in files:
         typer.echo(file)
-    for requirement in missing(template):
-        typer.echo(f"Required: pip install {requirement}")
-    typer.echo(f"Start with: python {folder / 'main.py'}")
+    typer.echo(f"Start with: {start}")
 
 
-@app.command(epilog="Example: tuner run config.yaml buffer.total_steps=10 name=first-try")
+@command(epilog="Example: tuner run config.yaml buffer.total_steps=10 name=first-try")
 def run(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train with the workflow and judge that the file names under `tuner:`, or on recorded data.
 
@@ -595,7 +623,7 @@ def run(config: ConfigFile, overrides: Overrides = None) -> None:
     typer.echo(result)
 
 
-@app.command("distill-prompt", epilog="Example: tuner distill-prompt config.yaml --prompt long.txt")
+@command("distill-prompt", epilog="Example: tuner distill-prompt config.yaml --prompt long.txt")
 def distill_prompt(
     config: ConfigFile,
     prompt: Annotated[
@@ -618,7 +646,7 @@ def distill_prompt(
     run(config, [*settings, *(overrides or [])])
 
 
-@app.command(
+@command(
     "eval",
     epilog="Example: tuner eval config.yaml -k 4 -c models/tiny_math -c checkpoints/p/run",
 )
@@ -688,7 +716,7 @@ def evaluate(
         raise typer.Exit(FAILED)
 
 
-@app.command(epilog="Example: tuner doctor")
+@command(epilog="Example: tuner doctor")
 def doctor(as_json: AsJson = False) -> None:
     """Report if Python, the GPU, libraries, extras, engines and backends work here.
 
@@ -704,7 +732,7 @@ def doctor(as_json: AsJson = False) -> None:
         raise typer.Exit(FAILED)
 
 
-@app.command(epilog="Example: tuner export checkpoints/AgentScope/GSM8K-tiny my-model --merge")
+@command(epilog="Example: tuner export checkpoints/AgentScope/GSM8K-tiny my-model --merge")
 def export(
     source: Annotated[
         Path,
@@ -744,7 +772,7 @@ def export(
         typer.echo(address)
 
 
-@app.command(epilog="Example: tuner view checkpoints/AgentScope/GSM8K-tiny")
+@command(epilog="Example: tuner view checkpoints/AgentScope/GSM8K-tiny")
 def view(
     run: Annotated[
         Path,
@@ -772,7 +800,7 @@ def view(
     serve(run, port=port, announce=lambda link: typer.echo(f"{link}\nCtrl-C stops it."))
 
 
-@app.command(epilog="Example: tuner replay RUN --judge judges.py:strict --steps 10-20")
+@command(epilog="Example: tuner replay RUN --judge judges.py:strict --steps 10-20")
 def replay(
     run: RunDirectoryPath,
     judge: Annotated[str, typer.Option(help="package.module:function or path/file.py:function.")],
@@ -796,12 +824,12 @@ def replay(
     typer.echo(str(result))
 
 
-app.command(epilog="Example: tuner check config.yaml")(check)
-app.command(epilog="Example: tuner train checkpoints/p/run --config sft.yaml name=best")(train)
-app.command(epilog="Example: tuner compare checkpoints/p/small-lr checkpoints/p/large-lr")(compare)
-app.command(epilog="Example: tuner serve config.yaml --port 8700")(serve)
-app.command(epilog="Example: tuner rebase RUN --judge judges.py:fixed")(rebase)
-app.command(epilog="Example: tuner rerun RUN train-3-0-2 --until 4")(rerun)
+command(epilog="Example: tuner check config.yaml")(check)
+command(epilog="Example: tuner train checkpoints/p/run --config sft.yaml name=best")(train)
+command(epilog="Example: tuner compare checkpoints/p/small-lr checkpoints/p/large-lr")(compare)
+command(epilog="Example: tuner serve config.yaml --port 8700")(serve)
+command(epilog="Example: tuner rebase RUN --judge judges.py:fixed")(rebase)
+command(epilog="Example: tuner rerun RUN train-3-0-2 --until 4")(rerun)
 
 
 def main() -> None:
@@ -839,6 +867,9 @@ def _removed(arguments: list[str]) -> str | None:
 def _fail(error: TunerError, code: int) -> NoReturn:
     from tuner.config.source import without_secrets
 
+    if debugging():
+        traceback.print_exception(error)
+        sys.exit(code)
     typer.echo(without_secrets(f"{type(error).__name__}: {error}"), err=True)
     _say_notes(error)
     sys.exit(code)

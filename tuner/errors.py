@@ -3,9 +3,10 @@
 import errno
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -15,6 +16,16 @@ def pip_install(extra: str) -> str:
     if (_ROOT / "pyproject.toml").is_file():
         return f"pip install -e '{_ROOT}[{extra}]'"
     return f"pip install 'agentscope-tuner[{extra}]'"
+
+
+def debugging() -> bool:
+    """Whether the variable TUNER_DEBUG asks for whole tracebacks."""
+    return os.environ.get("TUNER_DEBUG", "") not in ("", "0")
+
+
+def problem_text(detail: Mapping[str, Any]) -> str:
+    """The text of a problem that pydantic found, without its prefix of those that we raise."""
+    return str(detail["msg"]).removeprefix("Value error, ")
 
 
 class TunerError(Exception):

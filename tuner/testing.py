@@ -276,6 +276,8 @@ def _answer(returned: Any) -> str:
     """A workflow's result, in the form of its trace."""
     from tuner.tasks.functions import response_text
 
+    if isinstance(returned, Mapping):
+        return response_text(returned.get("response"))
     is_output = type(returned).__name__ == "WorkflowOutput" and hasattr(returned, "response")
     return response_text(returned.response if is_output else returned)
 

@@ -15,6 +15,7 @@ from tuner.errors import ConfigError, DatasetError, FunctionError, system_faults
 from tuner.runs.directory import outside_event_loop
 from tuner.tasks.datasets import Task
 from tuner.tasks.functions import (
+    OwnFrames,
     check_judge_function,
     check_settings,
     check_workflow_function,
@@ -91,10 +92,11 @@ def tune(
 
     Args:
         workflow_func: Runs the agent on one task: `(task, model, auxiliary_models, logger)`, the
-            last two optional; returns a `WorkflowOutput`. May be None only if recorded data is
-            trained (sft, dpo, `tuner.history`), and then serves evaluations.
+            last two optional; returns a `WorkflowOutput`, or a plain value: a text, a number, a
+            message or a dict. May be None only if recorded data is trained (sft, dpo,
+            `tuner.history`), and then serves evaluations.
         judge_func: Scores the response: `(task, response, auxiliary_models, logger)`, the last two
-            optional; returns a `JudgeOutput`. None: the workflow gives the reward.
+            optional; returns a `JudgeOutput` or a number. None: the workflow gives the reward.
         train_dataset: A `Dataset`, a `datasets.Dataset`, a list of dicts or a path. None: the
             file's `buffer.explorer_input.taskset`, or for recorded data its
             `buffer.trainer_input.experience_buffer`. A list of `tuner.traces.Trace` is trained on
@@ -138,7 +140,7 @@ def tune(
         "backend": backend,
         "overrides": overrides,
     }
-    with _parts(workflow_func, judge_func, train_dataset, given).closing() as parts:
+    with OwnFrames(), _parts(workflow_func, judge_func, train_dataset, given).closing() as parts:
         return _tuned(parts)
 
 

@@ -25,7 +25,10 @@ from tuner import (
     tune,
 )
 
-require_agentscope1()  # says what to install if AgentScope 1.x is missing
+try:
+    require_agentscope1()  # says what to install if AgentScope 1.x is missing
+except TunerError as error:
+    sys.exit(f"{type(error).__name__}: {error}")
 
 from agentscope.agent import ReActAgent
 from agentscope.formatter import OpenAIChatFormatter

@@ -249,7 +249,7 @@ def test_a_mistake_in_a_function_stops_the_run_while_others_are_under_way(
 ):
     async def workflow(task, model):
         await runs.answer(model, task["question"])
-        return 3
+        return [3]
 
     with pytest.raises(FunctionError):
         tune(async_runs.config(random_model_path, tmp_path), workflow)

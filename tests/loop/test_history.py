@@ -189,7 +189,7 @@ def test_the_run_stops_where_the_tokens_are_worth_too_little(small, tmp_path):
     first = "tuner.history.max_step=1"  # of the weights that it begins with
     with pytest.raises(TrainingError, match=r"are worth only .*min_effective_samples"):
         start(small, tmp_path, of(small), first, "tuner.history.min_effective_samples=0.999")
-    directory = RunDirectory(tmp_path / "AgentScope" / "again")
+    directory = RunDirectory(tmp_path / "runs" / "again")
     (kept,) = directory.checkpoint_steps()  # what was learned until then
     assert kept >= 1
     history = [json.loads(line) for line in directory.metrics.read_text().splitlines()]

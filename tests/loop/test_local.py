@@ -216,7 +216,7 @@ def test_abort_raises_at_the_first_failure(random_model_path, tmp_path):
 
 def test_wrong_return_type_stops_at_once(random_model_path, tmp_path):
     async def workflow(task, model):
-        return "text"
+        return ["text"]
 
     with pytest.raises(FunctionError, match="returns WorkflowOutput"):
         tune(random_model_path, tmp_path, workflow=workflow)

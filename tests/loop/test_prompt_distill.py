@@ -82,7 +82,7 @@ def distill(file, prompt, *overrides):
     """The run's directory."""
     done = CliRunner().invoke(app, ["distill-prompt", str(file), "--prompt", prompt, *overrides])
     assert done.exit_code == 0, done.output
-    return file.parent / "runs" / "AgentScope" / "run"
+    return file.parent / "runs" / "runs" / "run"
 
 
 def result_of(run):

@@ -271,7 +271,7 @@ def test_command_line_runs_a_file_without_functions(file):
     assert result.exit_code == 0, result.output
     assert "step 2/2" in result.output
     assert "margin" in result.output
-    assert (file.parent / "runs/AgentScope/r/result.json").exists()
+    assert (file.parent / "runs/runs/r/result.json").exists()
 
 
 def test_check_shows_what_is_trained_and_writes_nothing(file):
@@ -339,7 +339,7 @@ def test_an_interrupted_run_says_so_and_ends_with_the_same_weights(
 
 
 def check_the_same(again, straight, root):
-    assert (root / "killed/AgentScope/run/checkpoints/step_000002").is_dir()
+    assert (root / "killed/runs/run/checkpoints/step_000002").is_dir()
     expected, found = weights(straight), weights(again)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     assert without_times(again.history) == without_times(straight.history)

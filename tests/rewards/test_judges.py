@@ -271,9 +271,9 @@ async def test_a_part_that_fails_is_an_error_and_ends_the_others():
     assert ended.is_set()
 
     def wrong(task, response):
-        return 1.0
+        return "1.0"
 
-    with pytest.raises(FunctionError, match=r"returned 1\.0"):
+    with pytest.raises(FunctionError, match=r"returned '1\.0'"):
         await judged(weighted({"wrong": wrong}), "a")
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import math
+import re
 import signal
 import sys
 import threading
@@ -217,10 +218,73 @@ async def test_missing_reward_stops_the_run_with_what_to_do(make_runner):
 
 async def test_wrong_return_type_stops_the_run(make_runner):
     async def workflow(task, model):
-        return 1.0
+        return [1.0]
 
     with pytest.raises(FunctionError, match="WorkflowOutput"):
         await run(make_runner(workflow))
+
+
+def says_yes(task, response):
+    return "yes"
+
+
+def says_yes_to_all(task, responses):
+    return ["yes" for _ in responses]
+
+
+def expects_a_text(task, response):
+    return float("yes" in response.lower())
+
+
+@pytest.mark.parametrize(
+    ("judge", "told"),
+    [
+        (says_yes, r"returned 'yes' \(str\); a judge returns JudgeOutput"),
+        (says_yes_to_all, r"returned 'yes' \(str\); a judge returns JudgeOutput"),
+        (expects_a_text, "tried on this value: AttributeError: 'list' object has no attribute"),
+        (lambda task, response: 1.0, None),
+    ],
+)
+async def test_a_wrong_return_of_the_workflow_is_told_with_the_mistake_of_the_judge(
+    make_runner, judge, told
+):
+    async def workflow(task, model):
+        return [await ask(model)]
+
+    with pytest.raises(FunctionError) as caught:
+        await run(make_runner(workflow, judge))
+    first, *others = str(caught.value).splitlines()
+    assert "workflow" in first
+    assert "a workflow returns WorkflowOutput, or a text, a number" in first
+    assert len(others) == (told is not None)
+    for line in others:
+        assert re.search(rf"{judge.__name__} \({__file__}:\d+\),? {told}", line)
+
+
+async def test_a_failure_is_logged_with_the_users_frames_alone(make_runner, caplog, monkeypatch):
+    def judge(task, response):
+        return score(response)
+
+    def score(response):
+        return response.missing
+
+    def frames():
+        (text,) = [one.getMessage() for one in caplog.records if "missing" in one.getMessage()]
+        first, *lines = text.splitlines()
+        assert re.match(rf"\S*score \({__file__}:\d+\): AttributeError: ", first)
+        return [line.strip() for line in lines]
+
+    await run(make_runner(good_workflow, judge))
+    assert frames() == [
+        f'File "{__file__}", line {judge.__code__.co_firstlineno + 1}, in judge',
+        "return score(response)",
+        f'File "{__file__}", line {score.__code__.co_firstlineno + 1}, in score',
+        "return response.missing",
+    ]
+    caplog.clear()
+    monkeypatch.setenv("TUNER_DEBUG", "1")
+    await run(make_runner(good_workflow, judge))
+    assert any("tuner/tasks/functions.py" in line for line in frames())
 
 
 async def test_prompt_without_room_says_so(make_runner):

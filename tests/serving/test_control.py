@@ -112,6 +112,13 @@ async def test_an_ended_session_takes_rewards_and_no_calls(asking):
     assert late.json()["judged"]
 
 
+async def test_an_empty_reward_is_refused_in_our_own_words(asking):
+    id_, key = await asking.opened()
+    refused = await asking.control("POST", f"/sessions/{id_}/reward", key, json={})
+    assert refused.status_code == 422
+    assert refused.json()["error"]["message"] == "give reward, feedback, or both"
+
+
 @pytest.mark.parametrize("key", [None, "sk-wrong", "sk-tuner-wrong", "sk-app-wrong"])
 async def test_without_a_known_key_nothing_answers_and_nothing_is_left(asking, key):
     id_, _ = await asking.opened()

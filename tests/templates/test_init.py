@@ -42,7 +42,7 @@ def template(request):
 def test_a_template_trains(template, tmp_path):
     create(template, tmp_path)
     forked.script(tmp_path / "main.py", "buffer.total_steps=2", "algorithm.repeat_times=4")
-    run = tmp_path / "checkpoints" / "my-agent" / "first"
+    run = tmp_path / "checkpoints" / "my-agent" / "run-1"
     result = json.loads((run / "result.json").read_text())
     assert result["outcomes"] == {"completed": 2 * 8 * 4}
     assert result["tokens"]["sampled"] > result["tokens"]["trained"] * 0.9 > 0
@@ -124,7 +124,7 @@ def test_the_command_says_what_it_wrote_and_how_to_begin(capsys, monkeypatch, tm
 def test_what_is_not_installed_is_named(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(templates._NEEDS, Template.QUEUE, [("no_such_package", "'that[one]'")])
     _, output, _ = said(capsys, monkeypatch, "init", str(tmp_path), "--template", "queue")
-    assert "Required: pip install 'that[one]'\n" in output
+    assert output == f"pip install 'that[one]' && python {tmp_path}/main.py\n"
 
 
 def test_what_is_there_is_not_overwritten(capsys, monkeypatch, tmp_path):

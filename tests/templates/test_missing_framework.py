@@ -30,6 +30,7 @@ finally:
     [
         (Template.LANGGRAPH, "langchain", "pip install langchain langchain-openai"),
         (Template.REACT, "agentscope", "[agentscope1]"),
+        (Template.REAL, "agentscope", "[agentscope1]"),
     ],
 )
 def test_a_missing_framework_ends_in_one_sentence(template, framework, install, tmp_path):

@@ -10,7 +10,7 @@ import tuner
 from tests.kit import runs
 from tests.kit.builders import trace
 from tuner.errors import ConfigError, DatasetError, TunerError
-from tuner.tools.evaluate import scores_of
+from tuner.tools.evaluate import CandidateScores, Evaluation, EvaluationSet, scores_of
 from tuner.traces import Outcome, read_traces
 
 TASKS = [{"question": f"question {i}"} for i in range(3)]
@@ -204,7 +204,7 @@ def project(random_model_path, tmp_path):
 def test_the_command_takes_the_file_of_a_run(project, said):
     status, output, errors = said("eval", project / "config.yaml", "-k", "2")
     assert not status, errors
-    assert "held: 2 tasks x 2 rollouts, temperature 1" in output
+    assert "held: 2 tasks, 2 rollouts each, temperature 1" in output
     for row in ("reward", "pass@1", "pass@2", "pass^2", "without a reward", "tokens per rollout"):
         assert row in output
 
@@ -229,3 +229,18 @@ def test_a_script_that_evaluates_when_it_is_imported_is_told_to_guard(project, s
     status, _, errors = said("eval", project / "config.yaml")
     assert status == 2
     assert "calls evaluate() when it is imported for its functions: put the call under" in errors
+
+
+@pytest.mark.parametrize(
+    ("tasks", "repeat", "title"),
+    [(40, 1, "test: 40 tasks, one rollout each, "), (1, 4, "test: 1 task, 4 rollouts each, ")],
+)
+def test_the_title_says_how_many_rollouts_of_each_task(tasks, repeat, title):
+    asked = EvaluationSet(tasks=tasks, repeat=repeat, temperature=0.0)
+    scores = CandidateScores(
+        name="m",
+        path="m",
+        sets={"test": scores_of([trace(0, 0, (), reward=0.5)], 1.0, 1.0)},
+    )
+    found = Evaluation(pass_reward=1, sets={"test": asked}, candidates=[scores], differences=[])
+    assert " ".join(str(found).split()).startswith(title)

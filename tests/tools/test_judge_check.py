@@ -115,12 +115,12 @@ def test_a_judge_that_fails_in_a_probe_is_shown_by_how(checked):
             raise KeyError("no text")
         if "highest score" in response:
             return JudgeOutput(reward=float("nan"))
-        return sound(response)
+        return str(sound(response))
 
     verdict = checked(judge)
     assert not verdict.ready
     assert "8 x no verdict: FunctionError: " in verdict.text
-    assert "write JudgeOutput(reward=" in verdict.text
+    assert "a judge returns JudgeOutput, or a number" in verdict.text
     assert "2 x no verdict: KeyError: 'no text'" in verdict.text
     assert "2 x no verdict: the judge gave reward nan" in verdict.text
     assert "NOT READY: the judge gave no reward." in verdict.text

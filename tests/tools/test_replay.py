@@ -120,8 +120,8 @@ def test_a_judge_that_needs_a_model_is_told_that_none_runs(run):
 
 
 def test_a_judge_that_returns_something_else_is_refused(run):
-    with pytest.raises(FunctionError, match=r"JudgeOutput\(reward=1\)"):
-        replay(run, lambda task, response: 1, name="j")
+    with pytest.raises(FunctionError, match=r"returned 'yes' .* a judge returns JudgeOutput"):
+        replay(run, lambda task, response: "yes", name="j")
 
 
 def test_what_a_stored_response_has_not_is_named():

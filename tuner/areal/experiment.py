@@ -24,7 +24,7 @@ from tuner.areal.hyperparameters import GenerationHyperparameters, setting
 from tuner.config import RunConfig, load_config
 from tuner.config.foreign import read_table
 from tuner.config.source import parse_override, read_yaml
-from tuner.errors import ConfigError
+from tuner.errors import ConfigError, problem_text
 
 if TYPE_CHECKING:
     from tuner.areal.queue_workflow import AgentAbstraction, EnvServiceAbstraction, QueueWorkflow
@@ -261,7 +261,7 @@ def _sentence(problem: ErrorDetails, known: Sequence[str]) -> str:
     if problem["type"] == "unexpected_keyword_argument":
         meant = get_close_matches(key, known, n=1)
         return f"{key} is unknown{f': is {meant[0]} meant?' if meant else ''} (--help lists all)"
-    return f"{key} is {problem['input']!r}: {problem['msg'].replace('Input should', 'must')}"
+    return f"{key} is {problem['input']!r}: {problem_text(problem).replace('Input should', 'must')}"
 
 
 def help_lines(config_class: type[Any], prefix: str = "") -> list[str]:

@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 from tuner.config.foreign import FOREIGN, find_foreign
 from tuner.config.schema import RunConfig, Section, section_of
 from tuner.config.source import GGUF, PACKAGE, names_key
-from tuner.errors import MissingDependencyError, ModelLoadError, pip_install
+from tuner.errors import MissingDependencyError, ModelLoadError, pip_install, problem_text
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _sentence(detail: ErrorDetails, path: str, description: str) -> str:
         return f"{path} is unknown"
     if detail["type"] in ("model_type", "dict_type"):
         return f"{path} is {_shown(detail['input'])}: must have keys under it{hint}"
-    message = detail["msg"].removeprefix("Value error, ")
+    message = problem_text(detail)
     if names_key(path):  # without the value
         return f"{path} {message}{hint}"
     message = message.replace("Input should be", "must be").replace("String should", "must")

@@ -1824,7 +1824,7 @@ class RunConfig(Section):
         "training (`explore`); or training on recorded data (`train`). Not set: the mode "
         "required by the algorithm and `tuner.history`.",
     )
-    project: str = Field(default="AgentScope", min_length=1, description="Folder of related runs.")
+    project: str = Field(default="runs", min_length=1, description="Folder of related runs.")
     name: str = Field(
         # Runs that start in the same second are different runs.
         default_factory=lambda: f"{datetime.now():Experiment-%Y%m%d%H%M%S}-{secrets.token_hex(4)}",

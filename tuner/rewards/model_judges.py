@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from tuner.encoding import displayable, model_json
-from tuner.errors import ConfigError, FunctionError, RewardError, RewardTimeout
+from tuner.errors import ConfigError, FunctionError, RewardError, RewardTimeout, problem_text
 from tuner.rewards.judges import FENCE
 from tuner.tasks.functions import JudgeOutput, JudgeType, TaskRow, response_text, shown
 from tuner.traces.reading import JsonReader
@@ -311,7 +311,7 @@ def read(text: str, form: type[Form]) -> Form:
             found.append(form.model_validate(value))
         except ValidationError as error:
             details = error.errors(include_url=False)
-            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in details)
+            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {problem_text(e)}" for e in details)
         except ValueError as error:
             wrong, at = str(error), _closing(said, start)
             around.append(said[start:at])

@@ -161,7 +161,7 @@ class RunFailure(NamedTuple):
     Attributes:
         mistake: Why the function itself is wrong, which ends the run; else None.
         cancelled: Whether it was cancelled, or cancelled itself.
-        outcome, described, place: As in `RemoteFailure`.
+        outcome, described, place, frames: As in `RemoteFailure`.
     """
 
     call: int
@@ -171,6 +171,7 @@ class RunFailure(NamedTuple):
     outcome: Outcome = Outcome.WORKFLOW_ERROR
     described: str = ""
     place: str | None = None
+    frames: str = ""
 
     def error(self) -> BaseException:
         """The exception for the run's process."""
@@ -178,7 +179,7 @@ class RunFailure(NamedTuple):
             return asyncio.CancelledError()
         if self.mistake is not None:
             return FunctionError(self.mistake)
-        return RemoteFailure(self.outcome, self.described, self.place)
+        return RemoteFailure(self.outcome, self.described, self.place, self.frames)
 
 
 class WorkerLog(NamedTuple):

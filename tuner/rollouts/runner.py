@@ -30,12 +30,15 @@ from tuner.tasks.functions import (
     JudgeOutput,
     Rejected,
     WorkflowOutput,
+    WrongReturnError,
     call_group_judge,
     call_judge,
     call_workflow,
     judges_groups,
     raised_in,
     response_text,
+    traceback_of,
+    where,
 )
 from tuner.tasks.selection import derive_seed, seed_everything
 from tuner.traces import Call, FunctionResult, Origin, Outcome, RolloutId, Trace
@@ -105,8 +108,9 @@ class Attempt:
             if not needed:
                 return
             raise FunctionError(
-                "there is no reward: no judge was given and the workflow returned WorkflowOutput("
-                "reward=None); set `reward` in the workflow or pass judge_func"
+                "there is no reward: no judge was given, and the workflow returned a response "
+                "alone (reward=None); return a number or WorkflowOutput(reward=...), or pass "
+                "judge_func"
             )
         if not math.isfinite(self.reward):
             self.outcome, self.error = Outcome.INVALID_REWARD, not_finite("workflow", self.reward)
@@ -230,10 +234,29 @@ class InProcessFunctions:
     async def workflow(self, task: Mapping[str, Any], feedback: str | None) -> WorkflowOutput:
         model = self.make_model(self.session)
         work = self._of(call_workflow, self.workflow_func, task, model=model, feedback=feedback)
-        output = await self._looked_after("workflow", work)
+        try:
+            output = await self._looked_after("workflow", work)
+        except WrongReturnError as error:
+            raise FunctionError(await self._mistakes(error, task)) from None
         if hasattr(model, "workflow_ended"):  # frameworks whose agents can stop half-way
             model.workflow_ended()
         return output
+
+    async def _mistakes(self, error: WrongReturnError, task: Mapping[str, Any]) -> str:
+        """The workflow's mistake, and the judge's, which is tried on what the workflow returned."""
+        if self.judge_func is None:
+            return str(error)
+        try:
+            if judges_groups(self.judge_func):
+                await self.group_judge(task, [error.value])
+            else:
+                await self.judge(task, error.value)
+        except FunctionError as another:
+            return f"{error}\n{another}"
+        except Exception as another:
+            place = place_of_error(another) or where(self.judge_func)
+            return f"{error}\n{place}, tried on this value: {describe(another, None)}"
+        return str(error)
 
     async def judge(self, task: Mapping[str, Any], response: Any) -> JudgeOutput:
         work = self._of(call_judge, self.judge_func, task, response=response)
@@ -337,13 +360,17 @@ async def judgements(
 
 
 class RemoteFailure(Exception):
-    """A failure of a user's function in another process; `place` is in the user's code."""
+    """A failure of a user's function in another process; `place` and `frames` are in the user's
+    code."""
 
-    def __init__(self, outcome: Outcome, described: str, place: str | None = None) -> None:
+    def __init__(
+        self, outcome: Outcome, described: str, place: str | None = None, frames: str = ""
+    ) -> None:
         super().__init__(described)
         self.outcome = outcome
         self.described = described
         self.place = place
+        self.frames = frames
 
 
 def of_workflow(error: BaseException, session: Access) -> tuple[Outcome, str]:
@@ -682,11 +709,12 @@ class RolloutRunner:
         return found
 
     def _say_where(self, error: BaseException, described: str) -> None:
-        """Warn of an error in the user's code, once per line."""
-        where = place_of_error(error)
-        if where is not None and where not in self.told:
-            self.told.add(where)
-            logger.warning("%s: %s", where, described)
+        """Warn of an error in the user's code with its frames, once per line."""
+        place = place_of_error(error)
+        if place is not None and place not in self.told:
+            self.told.add(place)
+            frames = error.frames if isinstance(error, RemoteFailure) else traceback_of(error)
+            logger.warning("%s: %s\n%s", place, described, frames.rstrip())
 
     async def _run_judge(self, task: dict[str, Any], caller: Caller, state: Attempt) -> None:
         async def ask() -> list[JudgeOutput]:

@@ -50,7 +50,7 @@ from tuner.rollouts.runner import (
     of_workflow,
     place_of_error,
 )
-from tuner.tasks.functions import WorkflowOutput, end_run, response_text
+from tuner.tasks.functions import WorkflowOutput, end_run, response_text, traceback_of
 from tuner.tasks.loading import load_together
 from tuner.tasks.selection import seed_everything
 
@@ -226,7 +226,12 @@ class Child:
             outcome, text = of_workflow(error, session)
         else:
             outcome, text = of_judge(error), describe(error, None)
-        return failed._replace(outcome=outcome, described=text, place=place_of_error(error))
+        return failed._replace(
+            outcome=outcome,
+            described=text,
+            place=place_of_error(error),
+            frames=traceback_of(error),
+        )
 
     def _cpu(self) -> float:
         return _cpu_seconds() - self._began

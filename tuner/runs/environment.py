@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from tuner.config.load import Layers, mode_of, read_layers
 from tuner.config.schema import EnvironmentSection, TunerSection
 from tuner.config.source import lookup
-from tuner.errors import ConfigError, FunctionError
+from tuner.errors import ConfigError, FunctionError, problem_text
 from tuner.runs.directory import outside_event_loop
 from tuner.tasks.functions import WorkflowOutput, end_run, shown
 from tuner.tasks.loading import import_module_or_file, load_named
@@ -140,7 +140,7 @@ def from_settings(given: str | EnvironmentSection | Mapping[str, Any], setting: 
         try:
             given = EnvironmentSection.model_validate(dict(given))
         except ValidationError as error:
-            said = error.errors()[0]["msg"].removeprefix("Value error, ")
+            said = problem_text(error.errors()[0])
             raise ConfigError(f"{setting} is {dict(given)!r:.120}: {said}") from None
     assert given.kind is not None, "that of a queue agent is made with it"
     what = f"{setting}.kind is {given.kind!r}"

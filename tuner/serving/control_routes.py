@@ -16,6 +16,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from tuner.errors import problem_text
 from tuner.gateway.request_error import RequestError, dotted
 from tuner.gateway.requests import json_object
 from tuner.serving.asking import (
@@ -333,7 +334,7 @@ async def _not_read(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     where = tuple(first["loc"][1:])
-    said = f"{dotted(where)}: {first['msg']}" if where else str(first["msg"])
+    said = f"{dotted(where)}: {problem_text(first)}" if where else problem_text(first)
     told = RequestError(said, status=422, path=where or None, code="invalid_request")
     return await _refused(request, told)
 

@@ -10,21 +10,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import dis
 import functools
 import inspect
 import logging
+import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from types import CodeType, FrameType, FunctionType, ModuleType, TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from tuner.errors import DatasetError, FunctionError, TunerError
+from tuner.errors import DatasetError, FunctionError, TunerError, debugging
 from tuner.traces.store import text_of
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ def _no_text(value: Any) -> Any:
 
 
 Number = Annotated[float, BeforeValidator(_no_text)]
+_NUMBER = TypeAdapter[float](Number)
 
 
 class FunctionOutput(BaseModel):
@@ -60,7 +63,10 @@ class FunctionOutput(BaseModel):
 
 
 class WorkflowOutput(FunctionOutput):
-    """The result of a workflow.
+    """The result of a workflow, which may also return a plain value.
+
+    A text or a message of AgentScope is the response, None an empty one, a dict has these fields,
+    and a number is the response and the reward, which a judge replaces.
 
     Attributes:
         reward: The score if there is no judge; a judge's reward replaces it. True is 1, False is 0;
@@ -75,7 +81,7 @@ class WorkflowOutput(FunctionOutput):
 
 
 class JudgeOutput(FunctionOutput):
-    """The result of a judge.
+    """The result of a judge, which may also return a number, a bool or a dict of these fields.
 
     Attributes:
         reward: The score; required. True is 1, False is 0; text is rejected.
@@ -89,10 +95,10 @@ class JudgeOutput(FunctionOutput):
     feedback: str | None = Field(default=None)
 
 
-WorkflowType = Callable[..., Awaitable[WorkflowOutput]]
+WorkflowType = Callable[..., Awaitable[Any]]
 
 
-JudgeType = Callable[..., Awaitable[JudgeOutput]]
+JudgeType = Callable[..., Awaitable[Any]]
 
 
 class Rejected(TunerError):
@@ -182,28 +188,36 @@ class Signature:
         required: Parameters that the function must have.
         optional: Parameters that it may have.
         output: Name of the class it returns.
+        plain: Other values that it may return.
     """
 
     role: str
     required: tuple[str, ...]
     optional: tuple[str, ...]
     output: str
+    plain: str = ""
 
     def __str__(self) -> str:
         parameters = ", ".join([*self.required, *(f"{name} (optional)" for name in self.optional)])
         return f"async def {self.role}({parameters}) -> {self.output}"
 
 
+WORKFLOW_VALUES = "a text, a number, a message of AgentScope, or a dict of WorkflowOutput's fields"
 WORKFLOW = Signature(
     "workflow",
     ("task", "model"),
     ("auxiliary_models", "logger", "feedback"),
     WorkflowOutput.__name__,
+    WORKFLOW_VALUES,
 )
 
 
 JUDGE = Signature(
-    "judge", ("task", "response"), ("auxiliary_models", "logger"), JudgeOutput.__name__
+    "judge",
+    ("task", "response"),
+    ("auxiliary_models", "logger"),
+    JudgeOutput.__name__,
+    "a number, a bool, or a dict of JudgeOutput's fields",
 )
 
 
@@ -418,10 +432,15 @@ async def call_function(
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     taken = {name: value for name, value in arguments.items() if takes_any or name in parameters}
     call = functools.partial(func, **taken)
-    if apart:
-        return await in_thread(lambda: asyncio.run(_awaited(call)))
-    value = call() if is_async(func) else await in_thread(call)
-    return await value if inspect.isawaitable(value) else value
+    try:
+        if apart:
+            return await in_thread(lambda: asyncio.run(_awaited(call)))
+        value = call() if is_async(func) else await in_thread(call)
+        return await value if inspect.isawaitable(value) else value
+    except FunctionError as error:  # a mistake in an output's field, or a missing one of the task
+        if (place := raised_in(error)) is not None and place not in str(error):
+            error.args = (f"{place}: {error}",)
+        raise
 
 
 async def _awaited(call: Callable[[], Any]) -> Any:
@@ -468,12 +487,28 @@ def as_workflow_output(value: Any, func: Callable[..., Any]) -> WorkflowOutput:
     """`value`, which `func` returned, as our `WorkflowOutput`; AgentScope's is accepted too.
 
     Raises:
-        FunctionError: It is something else.
+        WrongReturnError: It is neither that nor one of the plain values.
     """
+    try:
+        return _workflow_output(value, func)
+    except FunctionError as error:
+        raise WrongReturnError(str(error), value) from None
+
+
+def _workflow_output(value: Any, func: Callable[..., Any]) -> WorkflowOutput:
     if isinstance(value, WorkflowOutput):
         return value
     if type(value).__name__ == WorkflowOutput.__name__ and hasattr(value, "response"):
-        return WorkflowOutput(reward=value.reward, response=value.response, metrics=value.metrics)
+        fields = {name: getattr(value, name) for name in WorkflowOutput.model_fields}
+        return _of_fields(WorkflowOutput, fields, func)
+    if isinstance(value, str) or callable(getattr(value, "get_text_content", None)):
+        return WorkflowOutput(response=value)
+    if value is None and not _never_returns(func):  # the content of an answer without text
+        return WorkflowOutput()
+    if isinstance(value, Mapping):
+        return _of_fields(WorkflowOutput, value, func)
+    if _is_number(value):
+        return WorkflowOutput(reward=value, response=value)
     raise wrong_return(value, func, WORKFLOW)
 
 
@@ -481,20 +516,38 @@ def as_judge_output(value: Any, func: Callable[..., Any]) -> JudgeOutput:
     """`value`, which `func` returned, as our `JudgeOutput`; AgentScope's is accepted too.
 
     Raises:
-        FunctionError: It is something else, or has no reward.
+        FunctionError: It is neither that nor one of the plain values, or has no reward.
     """
     if isinstance(value, JudgeOutput):
         return value
     named_alike = type(value).__name__ == JudgeOutput.__name__
     if named_alike and hasattr(value, "reward") and hasattr(value, "metrics"):
-        if value.reward is None:
-            raise FunctionError(
-                f"{where(func)} returned a JudgeOutput without a reward: a judge must score every "
-                "response"
-            )
         feedback = getattr(value, "feedback", None)  # AgentScope's has none
-        return JudgeOutput(reward=value.reward, metrics=value.metrics, feedback=feedback)
+        fields = {"reward": value.reward, "metrics": value.metrics, "feedback": feedback}
+        return _of_fields(JudgeOutput, fields, func)
+    if isinstance(value, Mapping):
+        return _of_fields(JudgeOutput, value, func)
+    if _is_number(value):
+        return JudgeOutput(reward=value)
     raise wrong_return(value, func, JUDGE)
+
+
+Output = TypeVar("Output", bound=FunctionOutput)
+
+
+def _of_fields(output: type[Output], fields: Mapping[Any, Any], func: Callable[..., Any]) -> Output:
+    try:
+        return output(**{str(name): value for name, value in fields.items()})
+    except FunctionError as error:
+        raise FunctionError(f"{where(func)} returned {shown(fields)}; {error}") from None
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        _NUMBER.validate_python(value)
+    except ValidationError:
+        return False
+    return True
 
 
 def names(func: Callable[..., Any], parameter: str) -> bool:
@@ -514,21 +567,59 @@ def where(func: Callable[..., Any]) -> str:
     """`name (file:line)` of a function, for error messages."""
     inner = unwrapped(func)
     name = getattr(inner, "__qualname__", None) or type(inner).__qualname__
-    target = inner if inspect.isroutine(inner) else vars(type(inner)).get("__call__", inner)
-    code = getattr(inspect.unwrap(target), "__code__", None)
+    code = _code(func)
     return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code is not None else str(name)
+
+
+def _code(func: Callable[..., Any]) -> CodeType | None:
+    inner = unwrapped(func)
+    target = inner if inspect.isroutine(inner) else vars(type(inner)).get("__call__", inner)
+    return getattr(inspect.unwrap(target), "__code__", None)
+
+
+def uses_agentscope(func: Callable[..., Any]) -> bool:
+    """Whether a function, or the module that it is in, imports AgentScope."""
+    code = _code(func)
+    imported = [] if code is None else list(code.co_names)
+    module = sys.modules.get(unwrapped(func).__module__)
+    for value in () if module is None else vars(module).values():
+        if issubclass(type(value), ModuleType):  # `isinstance` would ask what a proxy stands for
+            imported.append(value.__name__)
+        elif issubclass(type(value), (type, FunctionType)):
+            imported.append(str(value.__module__))
+    return any(name.partition(".")[0] == "agentscope" for name in imported)
+
+
+def _never_returns(func: Callable[..., Any]) -> bool:
+    """Whether a function has no `return` with a value."""
+    if (code := _code(func)) is None:
+        return False
+    before = None
+    for one in dis.get_instructions(code):
+        none = one.argval is None
+        if one.opname == "RETURN_VALUE":
+            none = before is not None and (before.opname, before.argval) == ("LOAD_CONST", None)
+        if one.opname.startswith("RETURN_") and not none:
+            return False
+        before = one
+    return True
+
+
+class WrongReturnError(FunctionError):
+    """A workflow returned something of the wrong type: `value`."""
+
+    def __init__(self, message: str, value: Any = None) -> None:
+        super().__init__(message)
+        self.value = value
 
 
 def wrong_return(value: Any, func: Callable[..., Any], signature: Signature) -> FunctionError:
     """The error for a function that returned something of the wrong type."""
-    hint = ""
-    if value is None:
-        hint = " (is a return statement missing?)"
-    elif isinstance(value, (int, float)):
-        hint = f": write {signature.output}(reward={text_of(value):.60})"
+    hint = " (is a return statement missing?)" if value is None else ""
+    plain = f", or {signature.plain}" if signature.plain else ""
     return FunctionError(
-        f"{where(func)} returned {shown(value)}; a {signature.role} returns "
-        f"{signature.output}{hint}"
+        f"{where(func)} returned {shown(value)}{hint}; a {signature.role} returns "
+        f"{signature.output}{plain}"
     )
 
 
@@ -558,7 +649,43 @@ def place_of(frame: FrameType, line: int | None = None) -> str:
 
 def raised_in(error: BaseException) -> str | None:
     """The place in the user's own code where an error was raised; None if there is none."""
-    frames = reversed(list(traceback.walk_tb(error.__traceback__)))
-    own = ((f, line) for f, line in frames if not f.f_code.co_filename.startswith(LIBRARIES))
-    found = next(own, None)
-    return None if found is None else place_of(*found)
+    frames = [one for one in _frames(error.__traceback__) if _is_own(one)]
+    return place_of(frames[-1].tb_frame, frames[-1].tb_lineno) if frames else None
+
+
+def traceback_of(error: BaseException) -> str:
+    """The frames of the user's own code as in a traceback; the whole one with TUNER_DEBUG=1."""
+    if debugging():
+        return "".join(traceback.format_exception(error))
+    frames = [(one.tb_frame, one.tb_lineno) for one in _frames(error.__traceback__) if _is_own(one)]
+    return "".join(traceback.StackSummary.extract(iter(frames)).format())
+
+
+class OwnFrames(contextlib.AbstractContextManager["OwnFrames"]):
+    """While the block runs, the traceback of a `TunerError` has the user's frames alone.
+
+    TUNER_DEBUG=1 leaves it whole.
+    """
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not isinstance(error, TunerError) or debugging():
+            return
+        kept = None
+        for one in reversed([one for one in _frames(trace) if _is_own(one)]):
+            kept = TracebackType(kept, one.tb_frame, one.tb_lasti, one.tb_lineno)
+        error.__traceback__ = kept
+
+
+def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def _is_own(one: TracebackType) -> bool:
+    return not one.tb_frame.f_code.co_filename.startswith(LIBRARIES)

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 from tuner.config import RemoteModel
 from tuner.errors import ConfigError
 from tuner.tasks.datasets import DatasetConfig, PublicSettings
-from tuner.tasks.functions import unwrapped
+from tuner.tasks.functions import unwrapped, uses_agentscope
 from tuner.tasks.loading import FILE_MODULE
 from tuner.traces import Trace
 
@@ -246,7 +246,11 @@ def settings_of(
             raise ConfigError(f"{name} is {value!r:.80} ({type(value).__name__}); pass {wanted}")
     algorithm, model = given.get("algorithm"), given.get("model")
     monitor = given.get("monitor_type")
-    settings: dict[str, Any] = dict(WITHOUT_FILE) if given.get("config_path") is None else {}
+    settings: dict[str, Any] = {}
+    if given.get("config_path") is None:
+        settings |= WITHOUT_FILE
+        if workflow_func is not None and uses_agentscope(workflow_func):
+            settings["project"] = "AgentScope"
     if algorithm is not None:
         settings |= algorithm.settings()
     if model is not None:

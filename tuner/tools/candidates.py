@@ -29,7 +29,13 @@ from tuner.runs.console import ConsoleMonitor
 from tuner.runs.directory import ADAPTER_CONFIG, MANIFEST, OBJECTS, RunDirectory, damage
 from tuner.runs.estimates import is_run
 from tuner.tasks.datasets import Task
-from tuner.tasks.functions import Signature, WorkflowOutput, as_workflow_output, call_function
+from tuner.tasks.functions import (
+    WORKFLOW_VALUES,
+    Signature,
+    WorkflowOutput,
+    as_workflow_output,
+    call_function,
+)
 from tuner.traces import RolloutId, Trace, TraceStore, Usage
 from tuner.traces.reading import Count, JsonReader, Text
 from tuner.traces.store import closed, cut_torn_line
@@ -172,6 +178,7 @@ WORKFLOW = Signature(
     ("task", "system_prompt"),
     ("model", "auxiliary_models", "logger"),
     WorkflowOutput.__name__,
+    WORKFLOW_VALUES,
 )
 
 

@@ -30,6 +30,7 @@ from tuner.rollouts import StepPlan
 from tuner.runs.console import ConsoleMonitor
 from tuner.runs.directory import RunDirectory, make_private, outside_event_loop, write_atomically
 from tuner.runs.estimates import Estimate, estimate, paired, passes, rewards_by_task
+from tuner.tasks.functions import OwnFrames
 from tuner.tasks.loading import require_nothing_loads
 from tuner.tasks.settings import TuneArguments, TunerModelConfig
 from tuner.tools.candidates import (
@@ -134,10 +135,9 @@ class Evaluation(BaseModel):
         from rich.table import Table
 
         for name, asked in self.sets.items():
-            title = (
-                f"{name}: {asked.tasks} tasks x {asked.repeat} rollouts, temperature "
-                f"{asked.temperature:g}"
-            )
+            each = "one rollout" if asked.repeat == 1 else f"{asked.repeat} rollouts"
+            tasks = "1 task" if asked.tasks == 1 else f"{asked.tasks} tasks"
+            title = f"{name}: {tasks}, {each} each, temperature {asked.temperature:g}"
             table = Table(title=title, title_justify="left")
             table.add_column()
             for candidate in self.candidates:
@@ -271,7 +271,7 @@ def evaluate(
     }
     chosen = [candidates] if isinstance(candidates, str | Path) else candidates
     parts_given = parts_of(workflow_func, judge_func, None, given)
-    with parts_given.closing() as parts, system_faults(output):
+    with OwnFrames(), parts_given.closing() as parts, system_faults(output):
         return _evaluated(evaluation_of(parts), chosen, k, temperature, limit, output)
 
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tuner.engines.base import EngineCapabilities
-from tuner.errors import ConfigError, FunctionError
+from tuner.errors import ConfigError, FunctionError, debugging
 from tuner.gateway import Gateway, SamplingDefaults, Session, SessionLimits
 from tuner.gateway.playback import MessageScript, Playback
 from tuner.gateway.request_diff import difference_of, difference_of_texts
@@ -38,6 +38,7 @@ from tuner.tasks.functions import (
     judges_groups,
     raised_in,
     response_text,
+    traceback_of,
 )
 from tuner.tasks.selection import derive_seed, seed_everything
 from tuner.tools.candidates import Candidate, find_candidate, of_configuration, with_weights
@@ -426,7 +427,10 @@ def _say_error(result: Rerun, console: Console) -> None:
     error = result.error
     assert error is not None
     if not isinstance(error, Rejected):
-        console.print("".join(traceback.format_exception(error)), end="", markup=False)
+        said = traceback_of(error)
+        if not debugging():
+            said += "".join(traceback.format_exception_only(error))
+        console.print(said, end="", markup=False)
     what = "rejected the rollout" if isinstance(error, Rejected) else "failed"
     then = "as recorded" if result.same_answer else "but not when it was recorded"
     if not result.same_answer and result.recorded.trace.error:

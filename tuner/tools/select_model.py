@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -35,12 +35,15 @@ from tuner.tasks.datasets import Task
 from tuner.tasks.functions import (
     JUDGE,
     JudgeOutput,
+    OwnFrames,
     WorkflowOutput,
+    WrongReturnError,
     as_judge_output,
     call_function,
     call_workflow,
     check_function,
     check_workflow_function,
+    names,
     response_text,
 )
 from tuner.tasks.loading import require_nothing_loads
@@ -93,10 +96,11 @@ async def select_model(
     Args:
         workflow_func: Runs the agent on one task, as for `tune()`. It gets the candidate: a chat
             model of AgentScope as an object of the same class, any other as in `tune()`.
-        judge_func: Scores `{"response": ..., "metrics": {...}}`: the workflow's response, and its
-            metrics with "execution_time" (seconds), "input_tokens", "output_tokens" and
-            "total_tokens" of the candidate. Otherwise as for `tune()`; `task` may be called
-            `_task`. None: the workflow gives the reward.
+        judge_func: Scores the response, as for `tune()`. If it has a parameter `metrics`, it gets
+            there the workflow's metrics with "execution_time" (seconds), "input_tokens",
+            "output_tokens" and "total_tokens" of the candidate. If it calls its task `_task`, as
+            AgentScope's own judges do, its response is `{"response": ..., "metrics": {...}}`.
+            None: the workflow gives the reward.
         train_dataset: A `DatasetConfig`, a `datasets.Dataset`, a list of dicts or a path;
             `total_steps` is the number of rows to use.
         candidate_models: Two or more, each a chat model of AgentScope, a `RemoteModel`, a
@@ -149,6 +153,7 @@ async def select_model(
         candidate_models, run, lambda model: prepare(model=model), prices or {}
     )
     with (
+        OwnFrames(),
         open_directory(run.config, run.eval_tasks) as directory,
         deterministic_torch(run.config.tuner.deterministic),
     ):
@@ -166,22 +171,27 @@ async def select_model(
 
 
 def _judge(given: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """A judge as `tune()` takes it, from one whose task may be called `_task`."""
-    parameters = inspect.signature(given).parameters if callable(given) else {}
-    if given is None or "_task" not in parameters or "task" in parameters:
-        return given
-    check_function(given, replace(JUDGE, required=("_task", "response")))
+    """A judge as `tune()` calls it, of what `_MeasuredWorkflow` returns."""
+    if given is None:
+        return None
+    in_agentscope = callable(given) and names(given, "_task") and not names(given, "task")
+    check_function(given, _AGENTSCOPE_JUDGE if in_agentscope else _MEASURED_JUDGE)
 
-    async def judge(task: Task, response: Any, auxiliary_models: Any, logger: Any) -> JudgeOutput:
-        arguments = {
-            "_task": task,
-            "response": response,
-            "auxiliary_models": auxiliary_models,
-            "logger": logger,
-        }
-        return as_judge_output(await call_function(given, arguments), given)
+    @wraps(given)
+    async def judge(
+        task: Task, response: JudgedResponse, auxiliary_models: Any, logger: Any
+    ) -> JudgeOutput:
+        shared = {"auxiliary_models": auxiliary_models, "logger": logger}
+        own = {"_task": task, "response": response} if in_agentscope else {"task": task, **response}
+        return as_judge_output(await call_function(given, shared | own), given)
 
+    # not the wrapped one's, which may have `metrics`
+    judge.__signature__ = inspect.signature(judge, follow_wrapped=False)  # type: ignore[attr-defined]
     return judge
+
+
+_MEASURED_JUDGE = replace(JUDGE, optional=(*JUDGE.optional, "metrics"))
+_AGENTSCOPE_JUDGE = replace(JUDGE, required=("_task", "response"))
 
 
 # The candidates of a selection, each with a name, prices, and a way to open its model.
@@ -632,7 +642,11 @@ class _MeasuredWorkflow:
 
     async def __call__(self, model: Any, **given: Any) -> WorkflowOutput:
         began = time.perf_counter()
-        output = await call_workflow(self.workflow, model=model, **given)
+        try:
+            output = await call_workflow(self.workflow, model=model, **given)
+        except WrongReturnError as error:  # which the judge is tried on
+            error.value = JudgedResponse(response=error.value, metrics={})
+            raise
         seconds = time.perf_counter() - began
         usage = sum((call.usage for call in session_of(model).calls), Usage())
         metrics = {

@@ -43,7 +43,7 @@ from tuner.runs.directory import (
 )
 from tuner.runs.estimates import estimate
 from tuner.tasks.datasets import DatasetConfig, Task, load_tasks
-from tuner.tasks.functions import check_function, judges_groups, where
+from tuner.tasks.functions import OwnFrames, check_function, judges_groups, where
 from tuner.tasks.loading import require_nothing_loads
 from tuner.tasks.settings import PromptTuneConfig, TunerModelConfig
 from tuner.tools.candidates import (
@@ -168,7 +168,8 @@ def tune_prompt(
         else None,
         proposer=proposer,
     )
-    return outside_event_loop(search.result)
+    with OwnFrames():
+        return outside_event_loop(search.result)
 
 
 def _function(

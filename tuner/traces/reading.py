@@ -17,7 +17,7 @@ from typing import Annotated, Any, BinaryIO, Generic, TypeVar
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import core_schema
 
-from tuner.errors import TunerError
+from tuner.errors import TunerError, problem_text
 
 T = TypeVar("T")
 logger = logging.getLogger("tuner")
@@ -141,7 +141,8 @@ def _sentence(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     place = first["loc"][:-1] if first["loc"] and first["loc"][-1] in _TAGS else first["loc"]
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
-    said = first["msg"][:1].lower() + first["msg"][1:]
+    said = problem_text(first)
+    said = said[:1].lower() + said[1:]
     if first["type"] not in ("json_invalid", "missing", "extra_forbidden"):
         said += f", not {first['input']!r:.60}"
     return f"{field.removeprefix('.')[:200]}: {said}" if field else said

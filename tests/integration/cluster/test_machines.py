@@ -128,7 +128,7 @@ def test_what_a_machine_lacks_is_named_before_anything_starts(poor, agent):
     with pytest.raises(ConfigError, match=r"(?s)10\.77\.0\.3.*is not the same folder as here"):
         tune(agent.workflow, agent.judge, ROWS, backend="trinity", experiment_name="refused",
              overrides=settings(poor))  # fmt: skip
-    run_dir = poor.shared / "runs" / "AgentScope" / "refused"
+    run_dir = poor.shared / "runs" / "runs" / "refused"
     assert not list((run_dir / "traces").iterdir())
     assert not list(run_dir.rglob("*.log"))
 

@@ -62,7 +62,7 @@ def settings(cluster, root):
 
 def test_a_run_goes_on_while_its_machines_come_and_go(machines, tmp_path):
     root, ended, failed = tmp_path / "runs", threading.Event(), []
-    metrics = root / "AgentScope" / "elsewhere" / "metrics.jsonl"
+    metrics = root / "runs" / "elsewhere" / "metrics.jsonl"
 
     def steps():
         return len(metrics.read_text().splitlines()) if metrics.exists() else 0

@@ -43,7 +43,7 @@ def test_a_run_is_described_and_leaves_nothing_behind(check, tmp_path):
     assert "multi_step_grpo, lr 1e-06, 8 experiences in a step" in verdict.text
     assert "one of its own: 1 x 2 GPUs, 1 for rollouts" in verdict.text
     assert "sent by value" in verdict.text
-    assert not (tmp_path / "runs" / "AgentScope").exists()
+    assert not (tmp_path / "runs" / "runs").exists()
 
 
 def test_missing_gpus_are_named_after_trinitys_check_has_passed(check):
@@ -75,7 +75,7 @@ def test_what_would_be_refused_is_refused_with_its_reason(check, overrides, erro
 
 
 def test_modes_are_described(check, tmp_path):
-    (tmp_path / "runs" / "AgentScope" / "run" / "global_step_3").mkdir(parents=True)
+    (tmp_path / "runs" / "runs" / "run" / "global_step_3").mkdir(parents=True)
     evaluated = (
         "buffer.explorer_input.eval_tasksets="
         f"[{{name: held, path: {tmp_path}/data/train.jsonl, repeat_times: 2}}]"

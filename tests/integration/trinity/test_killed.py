@@ -23,7 +23,7 @@ class Killed:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.run_dir = folder / "AgentScope" / "held"
+        self.run_dir = folder / "runs" / "held"
         self.name = str(folder)
         self.said = folder / "driver.txt"
         self.store = TraceStore(self.run_dir / "traces")

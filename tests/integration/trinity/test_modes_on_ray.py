@@ -53,7 +53,7 @@ def explored(root):
 
 
 def test_exploring_hands_over_what_was_recorded(root, explored):
-    assert explored.run_dir == root / "AgentScope" / "explored"
+    assert explored.run_dir == root / "runs" / "explored"
     assert explored.outcomes == {"completed": 8}
     assert (explored.steps, explored.checkpoint) == (0, None)
     assert len(explored.rewards) == 2
@@ -208,7 +208,7 @@ def test_a_server_answers_until_it_is_asked_to_stop(root, tmp_path):
     finally:
         server.kill()
     assert server.returncode == 0, output
-    result = json.loads((root / "AgentScope" / "served" / "result.json").read_text())
+    result = json.loads((root / "runs" / "served" / "result.json").read_text())
     assert result["steps"] == 0
 
 
@@ -319,7 +319,7 @@ def test_a_saved_configuration_runs_again_from_the_command_line(root, explored, 
     env = {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{os.environ['PYTHONPATH']}"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    again = Path(root) / "AgentScope" / "again"
+    again = Path(root) / "runs" / "again"
     assert len(TraceStore(again / "traces").read("train", 1)) == 4
     saved = json.loads((again / "result.json").read_text())
     assert saved["outcomes"] == {"completed": 4}

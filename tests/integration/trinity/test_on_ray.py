@@ -213,8 +213,8 @@ def test_a_new_run_beside_one_of_the_same_name_gets_the_next_name(tmp_path, with
                 "continue_from_checkpoint=false",
                 experiment_name="again",
             )
-        assert f"The run is in {tmp_path / 'AgentScope' / name};" in str(caught.value)
-        found = sorted(path.name for path in (tmp_path / "AgentScope").iterdir())
+        assert f"The run is in {tmp_path / 'runs' / name};" in str(caught.value)
+        found = sorted(path.name for path in (tmp_path / "runs").iterdir())
         assert found[-1] == name
 
 

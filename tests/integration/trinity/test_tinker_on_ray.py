@@ -30,7 +30,7 @@ def test_what_the_service_sampled_is_trained_there_and_the_run_goes_on(
     tinker_service, tinker_address, tmp_path
 ):
     assert trained(tinker_address, tmp_path, 1).steps == 1
-    remote = tmp_path / "AgentScope" / "tinker" / "global_step_1" / "remote_checkpoint_path.txt"
+    remote = tmp_path / "runs" / "tinker" / "global_step_1" / "remote_checkpoint_path.txt"
     assert remote.read_text().startswith("tinker://")
     # From the weights and the optimizer that the service has.
     result = trained(tinker_address, tmp_path, 2)

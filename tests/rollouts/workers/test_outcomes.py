@@ -184,13 +184,13 @@ async def test_a_response_is_forgotten_once_its_rollout_has_ended(make_runner):
 
 async def test_a_mistake_in_a_function_ends_the_run_with_its_own_class(make_runner):
     async def wrong(task, model):
-        return 3
+        return [3]
 
     async def asks_for_a_field(task, model):
         return task["answer"]
 
     for function, message in (
-        (wrong, "returned 3 .int.; a workflow returns WorkflowOutput"),
+        (wrong, "returned .3. .list.; a workflow returns WorkflowOutput"),
         (asks_for_a_field, "the task has no field 'answer'"),
     ):
         async with pool_of(1, function) as pool:

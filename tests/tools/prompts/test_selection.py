@@ -23,6 +23,7 @@ from tuner import (
 )
 from tuner.loop import run_local
 from tuner.rewards import final_answer, math_equal
+from tuner.tasks.functions import TaskRow
 from tuner.traces import read_traces
 
 agentscope = pytest.importorskip("agentscope.model")
@@ -63,9 +64,9 @@ async def workflow(task, model):
     return WorkflowOutput(response="".join(texts))
 
 
-async def judge(task, response):
-    assert set(response) == {"response", "metrics"}
-    found = float(response["response"] == task["answer"])
+async def judge(task, response, metrics):
+    assert {"execution_time", "input_tokens", "output_tokens", "total_tokens"} <= set(metrics)
+    found = float(response == task["answer"])
     return JudgeOutput(reward=found, metrics={"right": found})
 
 
@@ -345,6 +346,34 @@ async def test_at_most_so_many_rollouts_run_at_the_same_time(tmp_path, chat_mode
     assert max(most) == 2
 
 
+async def test_the_judge_sees_what_that_of_tune_sees(tmp_path, chat_model):
+    seen = []
+
+    async def answers(task, model):
+        await workflow(task, model)
+        return {"response": {"said": task["answer"]}}
+
+    def says_yes(task, response):
+        return "yes"
+
+    def plain(task, response, auxiliary_models):
+        seen.append((type(task), response, auxiliary_models))
+        return True
+
+    with by_name(one=right, two=right) as server:
+        models = [chat_model(server, name, stream=False) for name in ("one", "two")]
+        await select(tmp_path, models, workflow_func=answers, judge_func=plain)
+        with pytest.raises(FunctionError, match=r"(?s)returned \[1\].*says_yes .*returned 'yes'"):
+            await select(
+                tmp_path / "wrong",
+                models,
+                workflow_func=lambda task, model: [1],
+                judge_func=says_yes,
+            )
+    assert [(kind, models) for kind, _, models in seen] == [(TaskRow, {})] * 12
+    assert all(set(response) == {"said"} for _, response, _ in seen)
+
+
 async def test_a_judge_may_call_its_task_as_agentscope_does(tmp_path, chat_model):
     def plain(_task, response):
         return JudgeOutput(reward=float(response["response"] == _task["answer"]))
@@ -360,7 +389,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples/gsm8k/data"
 
 async def solved(task, response):
     truth = final_answer(task["answer"])
-    return JudgeOutput(reward=math_equal(final_answer(response["response"]), truth))
+    return JudgeOutput(reward=math_equal(final_answer(response), truth))
 
 
 async def test_tiny_models_are_selected_by_path_and_by_settings(tmp_path, random_model_path):

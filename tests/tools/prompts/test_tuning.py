@@ -25,6 +25,7 @@ from tuner import (
     tune_prompt,
 )
 from tuner.rewards import final_answer, math_equal
+from tuner.tasks.functions import TaskRow
 from tuner.traces import Outcome, read_traces
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -76,7 +77,7 @@ def tuned(tmp_path):
 
 @pytest.fixture
 def folder(tmp_path):
-    return tmp_path / "AgentScope" / "search"
+    return tmp_path / "runs" / "search"
 
 
 def traces(folder, split="search"):
@@ -315,7 +316,7 @@ def test_a_killed_search_goes_on_and_asks_for_nothing_twice(tmp_path):
         begun = len((tmp_path / "killed.log").read_text().splitlines())
         assert forked.run(search, server.base_url, tmp_path / "killed") == 0
         assert (tmp_path / "killed.txt").read_text() == "Add one."
-    folder = tmp_path / "killed/AgentScope/search"
+    folder = tmp_path / "killed/runs/search"
     metrics = json.loads((folder / "result.json").read_text())["metrics"]
     rollouts = len((tmp_path / "killed.log").read_text().splitlines())
     assert begun < rollouts == metrics["rollouts"]
@@ -404,3 +405,30 @@ def test_the_pages_script_searches(tmp_path):
     assert "Traceback" not in printed
     assert re.search(r"^(Answer the question|Think)\. [\d.]+ [\d.]+$", printed, re.MULTILINE)
     assert len(server.requests) > 0
+
+
+def test_the_judge_sees_what_that_of_tune_sees(tuned):
+    seen = []
+
+    def answers(task, system_prompt):
+        return {"response": {"said": task["number"]}}
+
+    def judge(task, response, auxiliary_models):
+        seen.append((type(task), response, auxiliary_models))
+        return response["said"] % 2
+
+    with proposer() as server:
+        tuned(server, workflow_func=answers, judge_func=judge, settings={"max_rollouts": 12})
+    assert {kind for kind, _, _ in seen} == {TaskRow}
+    assert all(set(response) == {"said"} and not models for _, response, models in seen)
+
+
+def test_a_wrong_return_of_the_workflow_is_told_with_that_of_the_judge(tuned):
+    def judge(task, response):
+        return "yes"
+
+    with (
+        proposer() as server,
+        pytest.raises(FunctionError, match=r"(?s)lambda.*returned \[1\].*judge .*returned 'yes'"),
+    ):
+        tuned(server, workflow_func=lambda task, system_prompt: [1], judge_func=judge)

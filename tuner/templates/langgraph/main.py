@@ -13,8 +13,8 @@ from typing import Any
 try:
     from langchain.agents import create_agent
     from langchain_openai import ChatOpenAI
-except ImportError as error:
-    sys.exit(f"this agent needs LangChain ({error}): pip install langchain langchain-openai")
+except ImportError:
+    sys.exit("this agent needs LangChain: pip install langchain langchain-openai")
 
 from tuner import JudgeOutput, TrinityChatModel, TunerError, WorkflowOutput, tune
 from tuner.rewards import final_answer, math_equal

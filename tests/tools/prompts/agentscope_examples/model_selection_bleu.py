@@ -1,6 +1,6 @@
 """AgentScope 1.0.21 (Apache-2.0), examples/tuner/model_selection/example_bleu.py.
 
-Its code, with our imports.
+Its code, with our imports, and `_task` for `task` in the judge.
 """
 
 import logging
@@ -48,7 +48,7 @@ async def translation_workflow(task: dict[str, Any], model: Any) -> WorkflowOutp
     return WorkflowOutput(response=response)
 
 
-async def bleu_judge(task: dict[str, Any], response: Any) -> JudgeOutput:
+async def bleu_judge(_task: dict[str, Any], response: Any) -> JudgeOutput:
     import sacrebleu
 
     response_str = ""
@@ -65,7 +65,7 @@ async def bleu_judge(task: dict[str, Any], response: Any) -> JudgeOutput:
                 response_str = str(response_content.content)
     else:
         raise ValueError("Response must be a dict with 'response' key")
-    reference_translation = task.get("answer", "") if isinstance(task, dict) else ""
+    reference_translation = _task.get("answer", "") if isinstance(_task, dict) else ""
     ref = reference_translation.strip()
     pred = response_str.strip()
     bleu_score = sacrebleu.sentence_bleu(pred, [ref])
