@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
@@ -397,6 +398,7 @@ def serve(
     serve_model(
         settings, host=host, port=port, announce=lambda server: typer.echo(said(server)), **more
     )
+    typer.echo(kept(settings.run_dir))
 
 
 def learns(config: RunConfig, path: Path, overrides: list[str]) -> tuple[RunConfig, dict[str, Any]]:
@@ -443,6 +445,22 @@ def said(server: Server) -> str:
             f"admin key until it stops: {server.admin_key} (set {variable} for a permanent one)"
         )
     return "\n".join([*lines, "Ctrl-C stops it."])
+
+
+def kept(run: Path) -> str:
+    """Lines to print once it has stopped: the sessions in its store, and what to do with them."""
+    from tuner.serving.serving_store import ServingStore
+    from tuner.traces.store import SERVED
+
+    with closing(ServingStore(run / SERVED, readonly=True)) as store:
+        states = store.states()
+        ((calls,),) = store.ask("SELECT COUNT(*) FROM calls")
+    shares = ", ".join(f"{number:,} {state}" for state, number in states.items() if number)
+    return (
+        f"Stopped. {run / SERVED}: sessions {sum(states.values()):,}"
+        f"{f' ({shares})' if shares else ''}, calls {calls:,}.\n"
+        f"The same command continues with them; `tuner view {run}` shows them."
+    )
 
 
 def compare(

@@ -83,7 +83,7 @@ def _bar(done: int, total: int) -> str:
     return f"<progress value='{done}' max='{total}'></progress> {done}/{total}"
 
 
-_PARTS = ("generation", "agent", "judge", "training", "sync")
+_PARTS = ("generation", "agent", "judge", "training", "sync", "evaluation")
 # Metrics that some algorithms have in place of a reward, or in addition.
 _SHOWN = {
     "train/kl_teacher": "KL to teacher",

@@ -3,7 +3,7 @@ const DATA = JSON.parse(document.getElementById("data").textContent);
 const LIVE = DATA.mode === "live";
 const POLL_MS = 3000, ROW = 69, PROMPT_TAIL = 60;
 const $ = (id) => document.getElementById(id);
-const state = { run: null, chosen: "", metrics: [], generation: 0, listed: "", complete: true, counted: 0, problems: [], open: null, failure: "",
+const state = { run: null, chosen: "", metrics: [], generation: 0, listed: "", complete: true, counted: 0, problems: [], open: null, seen: "", failure: "",
   summary: { splits: [], steps: [], outcomes: [], causes: [], trees: false, tasks: false, tables: [], curves: [], branches: { traces: 0, looked_at: 0, counts: {} } } };
 
 function el(tag, attributes, ...children) {
@@ -39,6 +39,13 @@ const sum = (rows, name) => rows.reduce((total, row) => total + (isNumber(row[na
 
 function table(head, rows) {
   return el("table", {}, el("thead", {}, el("tr", {}, ...head.map((name) => el("th", { scope: "col" }, name)))), el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map((cell) => el("td", { class: "num" }, cell))))));
+}
+
+/* Replaces what is in a node; its tables stay scrolled to where they were. */
+function refill(node, ...children) {
+  const boxes = () => [...node.querySelectorAll(".scroll")], at = boxes().map((box) => box.scrollLeft);
+  node.replaceChildren(...children);
+  boxes().forEach((box, k) => { box.scrollLeft = at[k] ?? 0; });
 }
 
 /* ---- tooltip ---- */
