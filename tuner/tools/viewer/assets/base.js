@@ -48,6 +48,15 @@ function refill(node, ...children) {
   boxes().forEach((box, k) => { box.scrollLeft = at[k] ?? 0; });
 }
 
+/* Renders what is new without moving what is read: the lowest part that begins in the upper half of the window. */
+function steady(render) {
+  const top = (node) => node.getBoundingClientRect().top;
+  const read = scrollY ? [...document.querySelectorAll("main > *, .charts, .tables, .browser, #detail > *")].filter((node) => node.offsetParent && top(node) <= innerHeight / 2).sort((a, b) => top(a) - top(b)).pop() : null;
+  const before = read && top(read);
+  render();
+  if (read?.isConnected) scrollBy(0, top(read) - before);
+}
+
 /* ---- tooltip ---- */
 function tip(text, x, y) {
   const node = $("tip");

@@ -88,9 +88,11 @@ function take(found) {
   found.rows.forEach((row, k) => list.rows.set(found.first + k, row));
   Object.assign(list, { total: found.total, all: found.all, at: found.at });
   const most = several(list.all, onlySessions() ? "session" : "trace"), cause = $("f-cause").value;
-  $("shown").textContent = (list.total === list.all ? most : `${fmt(list.total)} of ${most}`) + (state.complete ? "" : " so far");
-  if (cause && state.counted < list.all) $("shown").textContent += `; branches of ${fmt(state.counted)} known so far`;
-  renderList();
+  const shown = (list.total === list.all ? most : `${fmt(list.total)} of ${most}`) + (state.complete ? "" : " so far");
+  steady(() => {
+    $("shown").textContent = shown + (cause && state.counted < list.all ? `; branches of ${fmt(state.counted)} known so far` : "");
+    renderList();
+  });
   /* An open session is shown again when it has grown or was judged. */
   const open = found.rows.find((row) => keyOf(row) === state.open);
   if (open?.session && stateOf(open) !== state.seen) openTrace(open);

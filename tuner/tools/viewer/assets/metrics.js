@@ -16,8 +16,8 @@ const CAUSES = {
 const causeName = (cause) => CAUSES[cause]?.[0] ?? cause;
 
 /* Title, metric, name of the vertical axis. */
-const MULTIPLES = [["Calls cut off at the token limit", "calls/truncated", "share of calls"], ["Tool calls that cannot be read", "calls/malformed_tool_calls", "tool calls"], ["Groups of equal reward", "groups/zero_variance", "share of groups"],
-  ["Entropy", "train/entropy", "nats per token"], ["KL to the reference", "train/kl_loss", "nats per token"], ["Gradient norm", "train/grad_norm", "norm"], ["Loss", "train/loss", "loss"], ["Clipped tokens", "train/clip_fraction", "share of tokens"],
+const MULTIPLES = [["Calls cut off", "calls/truncated", "share of calls"], ["Unreadable tool calls", "calls/malformed_tool_calls", "tool calls"], ["Groups of equal reward", "groups/zero_variance", "share of groups"],
+  ["Entropy", "train/entropy", "nats per token"], ["KL loss", "train/kl_loss", "loss"], ["Gradient norm", "train/grad_norm", "norm"], ["Loss", "train/loss", "loss"], ["Clipped tokens", "train/clip_fraction", "share of tokens"],
   ["KL to the teacher", "train/kl_teacher", "nats per token"], ["Pairs in the right order", "train/accuracy", "share of pairs"], ["Reward margin of pairs", "train/reward_margin", "reward"]];
 // Main metric of a run: the first that it has, since a run may have no rollouts or rewards.
 const AIMS = [["Training reward, mean", "reward/mean", "reward"], ["KL to the teacher", "train/kl_teacher", "nats per token"], ["Training loss", "train/loss", "loss"]];

@@ -19,7 +19,7 @@ async function renderTasks() {
   $("tasks").hidden = !again && !drawn;
   $("task-table").parentNode.hidden = !again;
   if (!$("tasks").open || $("tasks").hidden) return;
-  try { tasksSeen = LIVE ? await get("api/tasks", []) : DATA.tasks; showTasks(tasksSeen); }
+  try { tasksSeen = LIVE ? await get("api/tasks", []) : DATA.tasks; steady(() => showTasks(tasksSeen)); }
   catch (error) { state.failure = error.message; renderHeader(); }
 }
 function showTasks({ total, field, steps, rows }) {
