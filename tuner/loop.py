@@ -192,12 +192,12 @@ async def _steps(
 
     async def measured(step: int) -> dict[str, float]:
         """Metrics of the weights: evaluations, and the loss of the held-out data."""
-        began, metrics = time.perf_counter(), await evaluate(step)
+        began = time.perf_counter()
+        metrics = await evaluate(step)
         if config.tuner.history is not None:
             async with stack.training():
                 metrics |= await aside(partial(source.held_out, trainer))
-        seconds = {"time/evaluation": time.perf_counter() - began}
-        return metrics | seconds if metrics else metrics
+        return metrics and metrics | {"time/evaluation": time.perf_counter() - began}
 
     def cpu() -> dict[str, float]:
         """CPU seconds of workers since the last call."""

@@ -121,7 +121,9 @@ async def test_a_signal_ends_it_and_it_logs_neither_words_nor_keys(process):
         (401, "nobody", None),
     ]
     done = [line for line in lines if line["message"] in ("open", "reward", "end")]
-    assert [(line["message"], line["session"], line["who"], line.get("reward")) for line in done] == [
+    assert [
+        (line["message"], line["session"], line["who"], line.get("reward")) for line in done
+    ] == [
         ("open", opened["id"], "admin", None),
         ("reward", opened["id"], "admin", 1.0),
         ("end", opened["id"], "admin", None),

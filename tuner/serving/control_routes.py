@@ -311,9 +311,7 @@ def control_app(control: Control) -> FastAPI:
 
 async def _refused(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return Response(
-        error.body(), error.status, dict(error.headers), media_type="application/json"
-    )
+    return Response(error.body(), error.status, dict(error.headers), media_type="application/json")
 
 
 async def _not_read(request: Request, error: Exception) -> Response:

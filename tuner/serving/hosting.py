@@ -33,7 +33,15 @@ from tuner.serving.asking import ServedModels
 from tuner.serving.control import Control, Models
 from tuner.serving.control_routes import control_app
 from tuner.serving.learning.ledger import promoted_versions
-from tuner.serving.routing import ApiKeys, Front, LiveSessions, Metrics, Rates, log_as_json, log_event
+from tuner.serving.routing import (
+    ApiKeys,
+    Front,
+    LiveSessions,
+    Metrics,
+    Rates,
+    log_as_json,
+    log_event,
+)
 from tuner.serving.serving_store import ServingStore
 from tuner.tasks.loading import load_function
 from tuner.traces.store import SERVED

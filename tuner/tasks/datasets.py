@@ -288,7 +288,7 @@ _HEAD = 20
 def told_apart(texts: Sequence[str]) -> list[str]:
     """The texts, each in one line, without most of a beginning that others of them share.
 
-        State the final answer to the following problem: 12 + 30   ->   State the final … 12 + 30
+    State the final answer to the following problem: 12 + 30   ->   State the final … 12 + 30
     """
     lines = [" ".join(text.split()) for text in texts]
     groups: dict[str, set[str]] = {}

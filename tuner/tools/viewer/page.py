@@ -213,8 +213,7 @@ class RunReader:
         """Names to choose from, and sums over the traces; see `tuner.tools.viewer.queries`."""
         found = summary(self.traces)
         return found | {
-            name: sorted({*found[name], *values})
-            for name, values in self.sessions.names().items()
+            name: sorted({*found[name], *values}) for name, values in self.sessions.names().items()
         }
 
     def task_of(self, file: str, offset: int) -> tuple[str, bytes]:
@@ -281,7 +280,11 @@ def _without_defaults(call: dict[str, Any]) -> dict[str, Any]:
 
 def _defaults(of: type) -> dict[str, Any]:
     """The defaults of a dataclass, as stored."""
-    return {one.name: json.loads(json.dumps(one.default)) for one in fields(of) if one.default is not MISSING}
+    return {
+        one.name: json.loads(json.dumps(one.default))
+        for one in fields(of)
+        if one.default is not MISSING
+    }
 
 
 _MISSING = object()
@@ -376,7 +379,9 @@ def report_data(
         if embedded or time.monotonic() < deadline:
             try:
                 counts[row.key] = (
-                    {} if row.one_path or row.session else causes(reader.traces, row.file, row.offset)
+                    {}
+                    if row.one_path or row.session
+                    else causes(reader.traces, row.file, row.offset)
                 )
             except TunerError as error:
                 problems.append(str(error))

@@ -105,7 +105,6 @@ class ServedSessions:
             "outcomes": [state for state in SESSION_STATES if states[state]],
         }
 
-
     def numbers(self, wanted: TraceQuery) -> list[int]:
         """The selected sessions, in order; those with `begins` and causes of branches are none."""
         if not self.path.is_file() or wanted.split not in ("", SPLIT):
