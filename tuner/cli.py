@@ -760,7 +760,7 @@ def view(
         Path,
         typer.Argument(
             metavar="RUN",
-            help="Directory <checkpoint_root_dir>/<project>/<name> of a run or server, or a folder of them.",
+            help="Folder <checkpoint_root_dir>/<project>/<name> of a run or server, or of runs.",
         ),
     ],
     port: Annotated[int, typer.Option(help="Port on 127.0.0.1; 0 takes a free one.")] = 0,
@@ -768,7 +768,7 @@ def view(
         bool, typer.Option("--report", help="Write report.html into the run instead of serving.")
     ] = False,
 ) -> None:
-    """Show a run and its traces, or a server's sessions, in a browser; follows what is in progress."""
+    """Show a run and its traces, or a server's sessions, in a browser; follows one in progress."""
     if report:
         from tuner.tools.prompt_page import is_search, write_page
         from tuner.tools.viewer import write_report

@@ -15,7 +15,6 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from tuner.encoding import displayable, show_all
 from tuner.runs.directory import write_atomically
 from tuner.runs.result import curve, duration
 from tuner.traces import Call, Outcome, Trace
@@ -105,13 +104,11 @@ class ConsoleMonitor:
 
     Args:
         total_steps: Length of the run.
-        console: The output; the process's standard output by default. From now on it shows U+FFFD
-            or a question mark for what its encoding lacks.
+        console: The output; the process's standard output by default.
     """
 
     def __init__(self, total_steps: int, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False, soft_wrap=True)
-        show_all(self._console.file)
         self._cell = CellOutput(total_steps) if self._console.is_jupyter else None
         self._total = total_steps
         self._seconds: list[float] = []
@@ -139,7 +136,7 @@ class ConsoleMonitor:
         if self._cell is None:
             self._console.print(text, markup=False)
         else:
-            self._cell.say(displayable(text))
+            self._cell.say(text)
 
     def begin(self, what: str, count: int, *, step: int, of: str = "rollouts") -> None:
         """Rollouts start, of a training step or an evaluation; or a step on recorded rows."""

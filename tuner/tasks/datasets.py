@@ -294,8 +294,13 @@ def told_apart(texts: Sequence[str]) -> list[str]:
     groups: dict[str, set[str]] = {}
     for line in lines:
         groups.setdefault(line[:ALIKE], set()).add(line)
-    common = {key: commonprefix(list(group)) for key, group in groups.items() if len(group) > 1}
-    return [shortened(line, len(common.get(line[:ALIKE], ""))) for line in lines]
+    common = {key: common_beginning(group) for key, group in groups.items() if len(group) > 1}
+    return [shortened(line, common.get(line[:ALIKE], 0)) for line in lines]
+
+
+def common_beginning(lines: Iterable[str]) -> int:
+    """How many characters all lines begin with."""
+    return len(commonprefix(list(lines)))  # noqa: RUF071  # of characters, not of folders
 
 
 def shortened(line: str, common: int) -> str:

@@ -15,13 +15,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from hashlib import blake2b
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
 from tuner.errors import TunerError
 from tuner.runs.directory import METRICS
-from tuner.tasks.datasets import ALIKE, row_text, shortened
+from tuner.tasks.datasets import ALIKE, common_beginning, row_text, shortened
 from tuner.traces import Origin, branches
 from tuner.traces.reading import InvalidRecord, open_file
 from tuner.traces.store import STORED, is_one_path, trace_from_json
@@ -223,9 +222,9 @@ def tool_uses(trace: Json) -> Iterator[tuple[str, bool, float | None]]:
 
     A tool failed if the text of its result starts like an error of agent frameworks, or is a JSON
     object with an `error`, or if its request offered other tools only: then its name, which the
-    model invented, is `NOT_OFFERED`. Its seconds run from the answer that calls it to the request that has
-    its result, including the agent's own work; None if no request has it. Calls in replayed answers
-    are skipped.
+    model invented, is `NOT_OFFERED`. Its seconds run from the answer that calls it to the request
+    that has its result, including the agent's own work; None if no request has it. Calls in
+    replayed answers are skipped.
     """
     pending: dict[str, tuple[str, float]] = {}
     for call in _calls(trace):
@@ -599,7 +598,7 @@ class TraceIndex(Database):
         """For the first characters of tasks that begin alike, how many they have in common."""
         if self._alike_of != self.state:
             self._alike_of, found = self.state, self.ask(_ALIKE)
-            self._alike = {key: len(commonprefix(ends)) for key, *ends in found}
+            self._alike = {key: common_beginning(ends) for key, *ends in found}
         return self._alike
 
     def _row(self, values: Sequence[Any], common: Mapping[str, int]) -> TraceRow:

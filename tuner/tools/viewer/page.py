@@ -280,11 +280,9 @@ def _without_defaults(call: dict[str, Any]) -> dict[str, Any]:
 
 def _defaults(of: type) -> dict[str, Any]:
     """The defaults of a dataclass, as stored."""
-    return {
-        one.name: json.loads(json.dumps(one.default))
-        for one in fields(of)
-        if one.default is not MISSING
-    }
+    found = {one.name: one.default for one in fields(of) if one.default is not MISSING}
+    plain: dict[str, Any] = json.loads(json.dumps(found))
+    return plain
 
 
 _MISSING = object()
