@@ -75,7 +75,7 @@ result = tune(
                "buffer.batch_size=16", "algorithm.repeat_times=8",
                "explorer.runner_per_model=128", "tuner.max_slots=128"],
 )
-seconds = sum(row["time/step"] for row in result.history)
+seconds = result.seconds
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 print(100 * spent[0] / seconds, peak)
 """

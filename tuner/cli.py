@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -409,6 +410,7 @@ def serve(
     serve_model(
         settings, host=host, port=port, announce=lambda server: typer.echo(said(server)), **more
     )
+    typer.echo(kept(settings.run_dir))
 
 
 def learns(config: RunConfig, path: Path, overrides: list[str]) -> tuple[RunConfig, dict[str, Any]]:
@@ -455,6 +457,22 @@ def said(server: Server) -> str:
             f"admin key until it stops: {server.admin_key} (set {variable} for a permanent one)"
         )
     return "\n".join([*lines, "Ctrl-C stops it."])
+
+
+def kept(run: Path) -> str:
+    """Lines to print once it has stopped: the sessions in its store, and what to do with them."""
+    from tuner.serving.serving_store import ServingStore
+    from tuner.traces.store import SERVED
+
+    with closing(ServingStore(run / SERVED, readonly=True)) as store:
+        states = store.states()
+        ((calls,),) = store.ask("SELECT COUNT(*) FROM calls")
+    shares = ", ".join(f"{number:,} {state}" for state, number in states.items() if number)
+    return (
+        f"Stopped. {run / SERVED}: sessions {sum(states.values()):,}"
+        f"{f' ({shares})' if shares else ''}, calls {calls:,}.\n"
+        f"The same command continues with them; `tuner view {run}` shows them."
+    )
 
 
 def compare(
@@ -778,7 +796,7 @@ def view(
         Path,
         typer.Argument(
             metavar="RUN",
-            help="Run directory <checkpoint_root_dir>/<project>/<name>, or a folder of runs.",
+            help="Folder <checkpoint_root_dir>/<project>/<name> of a run or server, or of runs.",
         ),
     ],
     port: Annotated[int, typer.Option(help="Port on 127.0.0.1; 0 takes a free one.")] = 0,
@@ -786,7 +804,7 @@ def view(
         bool, typer.Option("--report", help="Write report.html into the run instead of serving.")
     ] = False,
 ) -> None:
-    """Show a run and its traces in a browser; follows a run in progress."""
+    """Show a run and its traces, or a server's sessions, in a browser; follows one in progress."""
     if report:
         from tuner.tools.prompt_page import is_search, write_page
         from tuner.tools.viewer import write_report

@@ -210,27 +210,24 @@ async def _steps(
 
     async def measured(step: int) -> dict[str, float]:
         """Metrics of the weights: evaluations, and the loss of the held-out data."""
+        began = time.perf_counter()
         metrics = await evaluate(step)
-        if config.tuner.history is None:
-            return metrics
-        async with stack.training():
-            return metrics | await aside(partial(source.held_out, trainer))
+        if config.tuner.history is not None:
+            async with stack.training():
+                metrics |= await aside(partial(source.held_out, trainer))
+        return metrics and metrics | {"time/evaluation": time.perf_counter() - began}
 
-    def whole(started: float) -> dict[str, float]:
-        """Seconds of a step that ends now, and CPU seconds of workers during it."""
-        seconds = {"time/step": time.perf_counter() - started}
-        if stack.workers is not None:
-            seconds["time/workers_cpu"] = stack.workers.cpu_since()
-        return seconds
+    def cpu() -> dict[str, float]:
+        """CPU seconds of workers since the last call."""
+        return {} if stack.workers is None else {"time/workers_cpu": stack.workers.cpu_since()}
 
     async def weigh(batch: Batch) -> EffectiveSamples:
         """Effective sample size of another run's samples for the trainer's weights."""
         async with stack.training():
             return await aside(partial(effective_samples, trainer, batch))
 
-    started = time.perf_counter()
     if not record.recent and config.explorer.eval_on_startup and (metrics := await measured(0)):
-        record.log(0, metrics | whole(started))
+        record.log(0, metrics | cpu())
 
     if record.remaining() and (complete := source.nothing_left({})) is not None:
         record.end_early(record.start, complete)  # it was killed before it had its result
@@ -270,7 +267,7 @@ async def _steps(
 
         if evaluated:
             metrics |= await measured(step)
-        record.log(step, metrics | whole(started))
+        record.log(step, metrics | cpu() | {"time/step": time.perf_counter() - started})
         decided = stack.workers and stack.workers.settle(len(found.traces or ()), idle)
         if decided:
             record.console.say(decided)

@@ -163,11 +163,13 @@ def metrics(steps):
             "reward/mean": 0.3 + 0.6 * (1 - 0.85**step) + dice.uniform(-0.04, 0.04),
             "reward/std": 0.45 - step / 60,
             "calls/completion_tokens": 20 + 3 * dice.random(),
-            "time/step": 10.0,
+            "calls/truncated": 0.3 / step,
+            "calls/malformed_tool_calls": max(0, 5 - step),
             "time/generation": 5.0 + dice.random(),
             "time/agent": 0.6,
             "time/judge": 0.1,
             "time/training": 4.0,
+            "time/sync": 0.2,
             "tokens/sampled": 1000,
             "tokens/trained": 960,
             "tokens/dropped/timeout": 40,
@@ -181,6 +183,8 @@ def metrics(steps):
         }
         if step % 4 == 0:
             row["eval/test/reward"] = 0.3 + 0.6 * (1 - 0.85**step)
+            row["time/evaluation"] = 3.0
+        row["time/step"] = sum(value for name, value in row.items() if name.startswith("time/"))
         rows.append(row)
     return rows
 

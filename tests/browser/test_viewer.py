@@ -42,20 +42,29 @@ def shown(page):
     return page.locator("#list .row")
 
 
-def test_curves_outcomes_and_the_split_of_time_are_drawn(page, link):
+def test_curves_outcomes_and_the_split_of_time_are_drawn(page, link, run):
     page.goto(link)
     reward = card(page, "Training reward, mean")
     expect(reward.locator("path.line")).to_have_attribute("d", re.compile(r"^M.+(L.+){11}$"))
     assert reward.locator("path.line").bounding_box()["width"] > 200
     expect(card(page, "Held-out reward (test)").locator("circle")).to_have_count(3)
     time_split = card(page, "Time per step")
-    expect(time_split.locator("rect")).to_have_count(12 * 4)
-    expect(time_split.locator(".legend")).to_have_text("generationagentjudgetrainingsync")
+    expect(time_split.locator("rect")).to_have_count(12 * 5 + 3)
+    legend = "generationagentjudgetrainingsyncevaluation"
+    expect(time_split.locator(".legend")).to_have_text(legend)
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    expect(time_split.locator(".now")).to_have_text(f"{last['time/step']:.1f} s")
+    expect(time_split.locator("text.axis").filter(has_text="seconds")).to_be_visible()
+    expect(time_split.locator("text.axis").filter(has_text="step")).to_be_visible()
     parts = time_split.locator(".legend i")
     colours = parts.evaluate_all("all => all.map((one) => getComputedStyle(one).backgroundColor)")
-    assert len(set(colours)) == len(colours) == 5
+    assert len(set(colours)) == len(colours) == 6
     expect(page.locator("#outcomes")).to_have_text("completed180timeout12")
     expect(page.locator("#balance")).to_have_text("12,000 sampled = 11,520 trained + 480 timeout")
+    for title in ("Calls cut off", "Unreadable tool calls"):
+        expect(card(page, title).locator("circle")).to_have_count(12)
+    titles = page.locator(".chart h3").all_inner_texts()
+    assert all(title[0].isupper() for title in titles), titles
     box = reward.locator("svg").bounding_box()
     page.mouse.move(box["x"] + box["width"] - 12, box["y"] + 40)
     expect(page.locator("#tip")).to_contain_text("step 12")
@@ -273,7 +282,7 @@ def test_tools_roles_and_outcomes_are_added_up_and_roles_have_curves(page, link)
     curve = card(page, "Mean reward of calls by role")
     expect(curve.locator(".legend span")).to_have_text(["checker", "solver"])
     expect(curve.locator("path.line")).to_have_count(2)
-    expect(card(page, "Share of tool calls that failed").locator("circle")).to_have_count(12)
+    expect(card(page, "Tool calls that failed").locator("circle")).to_have_count(12)
     outcomes.get_by_role("button", name="timeout").click()
     expect(page.locator("#shown")).to_have_text(f"12 of {TRACES} traces")
 
@@ -431,7 +440,7 @@ def test_a_stopped_run_says_why_and_fields_of_a_call_are_shown_when_present(page
     )
     open_trace(page, "1-0-0")
     first, second = page.locator("#detail .call").nth(0), page.locator("#detail .call").nth(1)
-    expect(first.locator("h3")).to_have_text("call 1 of 2 · solver")
+    expect(first.locator("h3")).to_have_text("Call 1 of 2 · solver")
     expect(first.locator(".facts")).to_contain_text("reward of the call 0.125")
     expect(first.locator(".facts")).to_contain_text("reasoning kept in the prompt 17 tokens")
     expect(second.locator(".facts")).to_contain_text("dialect responses")
@@ -450,3 +459,36 @@ def test_traces_of_the_first_format_are_shown_too(page, serve, tmp_path, run):
     expect(page.locator("#branched")).to_have_text("10 branches in 16 traces")
     open_trace(page, "1-0-3")
     expect(page.locator("#detail .branch")).to_have_attribute("data-cause", "reasoning")
+
+
+def test_tasks_that_were_drawn_once_have_no_course_to_show(page, serve, tmp_path):
+    page.goto(serve(write_example(tmp_path / "run", steps=1)))
+    expect(page.locator("#shown")).to_have_text("16 traces")
+    expect(page.locator("#tasks")).to_be_hidden()
+
+
+def test_what_is_new_moves_neither_the_page_nor_a_list_nor_a_table(page, serve, tmp_path):
+    run = write_example(tmp_path / "run", steps=8)
+    page.set_viewport_size({"width": 420, "height": 700})
+    page.goto(serve(run))
+    expect(page.locator("#shown")).to_have_text("128 traces")
+    choose(page, "order", "new")
+    expect(shown(page).first).to_contain_text("8-3-3")
+    page.locator("#list").evaluate("list => { list.scrollIntoView(); list.scrollTop = 20 * 69; }")
+    name = page.locator("#row-22").inner_text().split("\n")[0]
+    table = page.locator("#tables .scroll").nth(1)
+    page.locator("#tables").evaluate("tables => { tables.style.gridTemplateColumns = '200px'; }")
+    assert table.evaluate("box => { box.scrollLeft = 30; return box.scrollLeft; }") == 30
+    page.locator("#list").evaluate("list => list.scrollIntoView()")
+    where = page.locator("#list .row", has_text=re.compile(f"^{name}")).bounding_box()["y"]
+    assert page.evaluate("scrollY") > 500
+    for rollout in range(3):
+        TraceStore(run / "traces").append(example_trace(9, 0, rollout))
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    with (run / "metrics.jsonl").open("a") as file:  # and a chart more above the list
+        file.write(json.dumps({**last, "step": 9, "train/clip_fraction": 0.1}) + "\n")
+    expect(page.locator("#shown")).to_have_text("131 traces")
+    expect(page.locator("#steps")).to_have_text("step 9 of 20")
+    row = page.locator("#list .row", has_text=re.compile(f"^{name}"))
+    assert abs(row.bounding_box()["y"] - where) < 2
+    assert table.evaluate("box => box.scrollLeft") == 30

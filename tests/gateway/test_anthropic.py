@@ -428,7 +428,7 @@ async def test_a_key_that_is_wrong_or_sealed_is_refused_in_anthropics_form(door:
         with pytest.raises(anthropic.AuthenticationError, match="no open session"):
             await wrong.messages.count_tokens(model="tiny", messages=USER)
         session.seal()
-        with pytest.raises(anthropic.AuthenticationError, match="has ended"):
+        with pytest.raises(anthropic.ConflictError, match="has ended"):
             await client.messages.create(**asked())
 
 

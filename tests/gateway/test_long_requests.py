@@ -181,7 +181,7 @@ async def test_a_session_sealed_while_a_prompt_is_tokenised_samples_nothing() ->
         assert session.seal() == ()
         held.let_go.set()
         for reply in await asyncio.gather(*work):
-            assert reply.status == 401
+            assert reply.status == 409
             assert b"has ended" in reply.body
         assert asked(gateway) == []
         assert held.begun == 1  # what comes after the seal is not worked on

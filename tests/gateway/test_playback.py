@@ -164,7 +164,7 @@ async def test_behind_the_point_nobody_answers_and_it_is_said_which_call_is_aske
     waiting = asyncio.ensure_future(asked(session, "two"))
     assert await reached.get() == 1
     session.seal()
-    with pytest.raises(openai.AuthenticationError, match="has ended"):
+    with pytest.raises(openai.ConflictError, match="has ended"):
         await waiting
 
 

@@ -108,7 +108,7 @@ async def test_limits_hold_for_what_is_handed_on():
         with pytest.raises(openai.PermissionDeniedError, match="may sample 3"):
             await model(MESSAGES)
         session.seal()
-        with pytest.raises(openai.AuthenticationError, match="has ended"):
+        with pytest.raises(openai.ConflictError, match="has ended"):
             await model(MESSAGES)
         await gateway.aclose()
 

@@ -62,9 +62,9 @@ async def test_sealed_session_refuses_later_calls_with_a_sentence() -> None:
         await ask(session)
         calls = session.seal()
         assert len(calls) == 1
-        with pytest.raises(openai.AuthenticationError, match=r"train-1-2-3.*has ended"):
+        with pytest.raises(openai.ConflictError, match=r"train-1-2-3.*has ended"):
             await ask(session)
-        with pytest.raises(openai.AuthenticationError, match="has ended"):
+        with pytest.raises(openai.ConflictError, match="has ended"):
             await session.async_client().models.list()
         assert session.calls == session.seal() == calls
 
@@ -77,7 +77,7 @@ async def test_sealing_cancels_what_is_in_flight_and_keeps_it_out_of_the_trace()
         late = asyncio.ensure_future(ask(session))
         await engine.until_waiting()
         assert session.seal() == ()
-        with pytest.raises(openai.AuthenticationError, match="has ended"):
+        with pytest.raises(openai.ConflictError, match="has ended"):
             await late
         assert engine.cancelled == 1
         assert session.calls == ()
@@ -93,7 +93,7 @@ async def test_a_completion_that_arrives_while_sealing_is_refused_not_recorded()
         engine.gate.set()
         await asyncio.sleep(0)  # the engine runs on, the answer is not yet committed
         session.seal()
-        with pytest.raises(openai.AuthenticationError, match="has ended"):
+        with pytest.raises(openai.ConflictError, match="has ended"):
             await late
         assert session.calls == ()
 

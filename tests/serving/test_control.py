@@ -4,6 +4,7 @@ import json
 import re
 
 import jsonschema
+import openai
 import pytest
 
 from tests.kit.builders import call
@@ -106,8 +107,9 @@ async def test_no_text_of_a_request_is_a_failure_of_the_server(asking, where, ow
 async def test_an_ended_session_takes_rewards_and_no_calls(asking):
     id_, key = await asking.opened()
     await asking.control("POST", f"/sessions/{id_}/end")
-    with pytest.raises(Exception, match="has ended"):
+    with pytest.raises(openai.ConflictError, match="open a new session") as refused:
         await say(asking.client(key), [], "hi")
+    assert refused.value.response.headers["x-should-retry"] == "false"  # its client repeats a 409
     late = await asking.control("POST", f"/sessions/{id_}/reward", key, json={"reward": 0})
     assert late.json()["judged"]
 
@@ -409,7 +411,8 @@ async def test_answers_are_as_the_description_says(asking):
 
 
 async def test_health_needs_no_key_and_metrics_no_key_on_this_machine(asking, monkeypatch):
-    assert (await asking.http.get("/healthz")).json() == {"status": "ok"}
+    for path in ("/healthz", "/health"):
+        assert (await asking.http.get(path)).json() == {"status": "ok"}
     engine = type(asking.server.stack.engine)
     with monkeypatch.context() as patched:
         patched.setattr(engine, "failure", property(lambda _: RuntimeError("a test")))

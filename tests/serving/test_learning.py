@@ -23,7 +23,7 @@ from tuner.errors import ConfigError
 from tuner.runs.directory import RunDirectory, make_private, read_metrics
 from tuner.serving.hosting import running
 from tuner.serving.learning.beside import check_can_learn, learning, learning_config
-from tuner.tools.viewer.page import served
+from tuner.tools.viewer.served import ServedSessions
 
 
 @pytest.mark.parametrize(
@@ -66,12 +66,11 @@ def test_the_page_shows_sessions_and_what_was_decided_about_weights(random_model
     async def work():
         async with Server(config(random_model_path, tmp_path)) as server:
             await server.have_sessions_in_every_state()
-            found = served(server.store.path)
+            found = ServedSessions(server.store.path.parent).summary()
             assert found["sessions"] == {
                 "open": 1,
-                "ended": 3,
-                "not judged": 2,
-                "judged, not trained": 0,
+                "waiting for a reward": 1,
+                "judged": 0,
                 "trained": 2,
             }
             latest, first = found["decisions"]

@@ -98,7 +98,7 @@ async def test_a_session_without_a_call_ends_by_itself(tmp_path):
         await asking.server.tidy()
         assert store.session(id_).ended is not None
         assert store.session(other).ended is None
-        with pytest.raises(openai.AuthenticationError, match="has ended"):
+        with pytest.raises(openai.ConflictError, match="has ended"):
             await say(asking.client(key), [], "hi")
 
 

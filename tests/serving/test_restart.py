@@ -110,6 +110,8 @@ async def test_a_signal_ends_it_and_it_logs_neither_words_nor_keys(process):
     await say(process.client(opened["key"]), talk, "a very secret word")
     with pytest.raises(openai.AuthenticationError):
         await say(process.client("sk-tuner-wrong"), [], "another secret word")
+    for what, body in (("reward", {"reward": 1, "feedback": "secretly good"}), ("end", {})):
+        await process.control("POST", f"/sessions/{opened['id']}/{what}", body)
     assert process.end(signal.SIGTERM) == 0
     log = (process.folder / "server.log").read_text()
     lines = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
@@ -118,9 +120,21 @@ async def test_a_signal_ends_it_and_it_logs_neither_words_nor_keys(process):
         (200, "session", opened["id"]),
         (401, "nobody", None),
     ]
+    names = ("message", "session", "who", "reward")
+    done = [tuple(map(line.get, names)) for line in lines if line["message"] != "request"]
+    assert [line for line in done if line[1] is not None] == [
+        ("open", opened["id"], "admin", None),
+        ("reward", opened["id"], "admin", 1.0),
+        ("end", opened["id"], "admin", None),
+    ]
     for secret in ("secret", "sk-", talk[-1]["content"] or "secret"):
         assert secret not in log
     assert f"at {process.root}/v1" in log
+    folder = process.folder / "p/run"
+    assert log.endswith(
+        f"Stopped. {folder}/serving.sqlite: sessions 1 (1 judged), calls 1.\n"
+        f"The same command continues with them; `tuner view {folder}` shows them.\n"
+    )
 
 
 # Below the server ends as it should, and nothing but the store is left of it.

@@ -205,3 +205,26 @@ def test_a_decision_is_of_one_evaluation_set(tmp_path):
     with pytest.raises(ProofError, match=r"have (held, other|other, held) in common"):
         prove(both, Plan(effect=0.2))
     assert prove(both, Plan(effect=0.2), split="other").decision.sessions == 1
+
+
+def test_tasks_that_begin_alike_are_named_by_what_differs(tmp_path):
+    begins = "State the final answer to the following arithmetic problem, and nothing else:"
+    made = [
+        store_run(
+            tmp_path / name,
+            [
+                replace(one, task={"question": f"{begins} {10 + one.id.task} + 30 = ?"})
+                for one in evaluated(1, [[reward], [1.0]])
+            ],
+        )
+        for name, reward in (("a", 0.0), ("b", 1.0))
+    ]
+    text = compare(made).text(9)
+    assert "State the final … 10 + 30 = ? │ 0.000 │ 1.000" in text
+    assert "State the final … 11 + 30 = ? │ 1.000 │ 1.000" in text
+
+
+def test_the_seconds_of_a_step_are_not_those_of_the_evaluation_before_it(tmp_path):
+    rows = [{"step": 0, "time/evaluation": 90.0}, *curve("time/step", [0.0, 2.0, 4.0])[1:]]
+    made = [store_run(tmp_path / name, [], metrics=rows) for name in "ab"]
+    assert compare(made).curves["time/step"] == [[(1, 2.0), (2, 4.0)]] * 2

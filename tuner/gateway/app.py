@@ -339,7 +339,8 @@ class Gateway:
 
     def refusal(self, path: str, headers: Mapping[str, str], error: RequestError) -> Reply:
         """The reply to a request that could not be read completely."""
-        return Reply(error.status, _dialect(served_path(path), headers).error(error))
+        body = _dialect(served_path(path), headers).error(error)
+        return Reply(error.status, body, headers=error.headers)
 
     @contextlib.contextmanager
     def refusing(self, keys: Iterable[str], why: Callable[[], str]) -> Iterator[None]:
@@ -396,7 +397,7 @@ class Gateway:
                 return Reply(200, json_text(form.models(self.service.model_name)).encode())
             return await self._reply(session, role, f"{method} {path}", kind, headers, body)
         except RequestError as error:
-            return Reply(error.status, kind.error(error))
+            return Reply(error.status, kind.error(error), headers=error.headers)
         except Exception as error:
             told = failure(session, error)
             return Reply(told.status, kind.error(told))

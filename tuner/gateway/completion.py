@@ -574,7 +574,7 @@ class Completion:
         """Add the choices to the trace, all or none.
 
         Raises:
-            RequestError: 401: the session was sealed meanwhile.
+            RequestError: 409: the session was sealed meanwhile.
         """
         calls = [
             self._call(

@@ -32,7 +32,10 @@ class RequestError(Exception):
         status: HTTP status.
         path: The field, or None.
         code: A code for programs, as OpenAI uses them ("context_length_exceeded"), or None.
+        headers: Further headers of the answer.
     """
+
+    headers: tuple[tuple[str, str], ...] = ()
 
     def __init__(
         self,
@@ -125,11 +128,14 @@ def too_long(found: str) -> RequestError:
 
 def has_ended(session_id: str) -> RequestError:
     """Rejection of a request to a session that was sealed."""
-    return RequestError(
-        f"this key's rollout ({session_id}) has ended: its session accepts no more calls",
-        status=401,
+    error = RequestError(
+        f"session {session_id} has ended and accepts no more calls, only rewards: open a new "
+        "session and use its key; a workflow must call its model before it returns",
+        status=409,
         code="session_sealed",
     )
+    error.headers = (("x-should-retry", "false"),)  # OpenAI's and Anthropic's clients repeat a 409
+    return error
 
 
 def has_diverged(session_id: str, where: str) -> RequestError:

@@ -889,7 +889,7 @@ class Session(Access):
             is no limit; and a seed for each choice of each prompt, in order.
 
         Raises:
-            RequestError: 401: the session was sealed; 403: it has reached its limits.
+            RequestError: 409: the session was sealed; 403: it has reached its limits.
         """
         if self.sealed:
             raise has_ended(self.id)
@@ -934,7 +934,7 @@ class Session(Access):
         """Await `work()`, which `seal` cancels.
 
         Raises:
-            RequestError: 401: the session was sealed before or meanwhile.
+            RequestError: 409: the session was sealed before or meanwhile.
         """
         if self.sealed:
             raise has_ended(self.id)
@@ -947,7 +947,7 @@ class Session(Access):
         """Add completed calls to the trace, all or none; `request` is their idempotency key.
 
         Raises:
-            RequestError: 401: the session was sealed meanwhile.
+            RequestError: 409: the session was sealed meanwhile.
         """
         if self.sealed:
             raise has_ended(self.id)

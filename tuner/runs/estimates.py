@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from tuner.errors import TunerError
 from tuner.runs.directory import DIGESTS, RunDirectory, leaves, read_metrics
 from tuner.traces import Trace
+from tuner.traces.store import SERVED
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
@@ -160,15 +161,16 @@ class RunSummary:
 def is_run(path: Path) -> bool:
     """Whether a folder is a run directory."""
     directory = RunDirectory(path)
-    return directory.metrics.is_file() or directory.traces.is_dir()
+    served = path / SERVED
+    return directory.metrics.is_file() or directory.traces.is_dir() or served.is_file()
 
 
 def check_is_run(path: Path) -> None:
     """Raises TunerError unless `path` is a run directory."""
     if not is_run(path):
         raise TunerError(
-            f"{path} is not a run: it contains neither metrics.jsonl nor traces/. Use the "
-            "folder <checkpoint_root_dir>/<project>/<name>"
+            f"{path} is not a run: it contains neither metrics.jsonl nor traces/, nor a server's "
+            f"{SERVED}. Use the folder <checkpoint_root_dir>/<project>/<name>"
         )
 
 

@@ -369,7 +369,7 @@ def summarize(
             trained=total("tokens/trained"),
             dropped={name.removeprefix("tokens/dropped/"): total(name) for name in dropped},
         ),
-        seconds=sum(row.get("time/step", 0.0) for row in history),
+        seconds=sum(row.get("time/step", row.get("time/evaluation", 0.0)) for row in history),
         run_dir=directory.path,
         checkpoint=checkpoint,
         traces=directory.traces,

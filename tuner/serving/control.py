@@ -26,6 +26,7 @@ from tuner.serving.routing import (
     LiveSessions,
     Metrics,
     Rates,
+    log_event,
     new_id,
     new_session_key,
     not_allowed,
@@ -195,6 +196,7 @@ class Control:
         models: Decides which weights serve.
         metrics: Counters.
         failure: Why the engine no longer answers, or None.
+        logs: Whether openings, rewards, ends and deletions are logged.
     """
 
     def __init__(
@@ -207,16 +209,23 @@ class Control:
         models: Models,
         metrics: Metrics,
         failure: Callable[[], object],
+        logs: bool,
     ) -> None:
         self.store, self.live = store, live
         self.keys, self.rates = keys, rates
         self.models, self.metrics, self.failure = models, metrics, failure
+        self._logs = logs
 
     def caller(self, headers: Mapping[str, str]) -> ApiCaller:
         """The sender; raises RequestError 401 or 429."""
         caller = self.keys.caller(headers)
         self.rates.take(caller.key)
         return caller
+
+    def log(self, event: str, caller: ApiCaller, id_: str, **said: Any) -> None:
+        """Log what a caller did to a session."""
+        if self._logs:
+            log_event(event, session=id_, who=caller.kind, **said)
 
     async def read(self, work: Callable[[ServingStore], T]) -> T:
         """The result of `work`, which reads the store in another thread."""

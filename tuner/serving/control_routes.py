@@ -1,6 +1,6 @@
 """The control API under `/tuner/v1`: its routes, which FastAPI describes by OpenAPI.
 
-Everything needs a key except `/healthz`, and `/metrics` from this machine.
+Everything needs a key except `/healthz` (or `/health`), and `/metrics` from this machine.
 """
 
 from __future__ import annotations
@@ -131,6 +131,7 @@ async def open_session(
 ) -> OpenedSession:
     """Open a session: its key is the API key of one run of an agent, and is returned only here."""
     id_, key = control.open(caller, given, idempotency_key)
+    control.log("open", caller, id_)
     return OpenedSession(id=id_, key=key, base_url=_base_url(request))
 
 
@@ -197,6 +198,7 @@ async def give_reward(id: Id, given: GiveReward, control: Of, caller: Known) -> 
             code="no_such_call",
         ) from None
     control.metrics.rewards.labels("session" if given.call is None else "call").inc()
+    control.log("reward", caller, id, call=given.call, reward=given.reward)
     return session_info(control.store, control.store.session(id))
 
 
@@ -206,6 +208,7 @@ async def end_session(id: Id, control: Of, caller: Known) -> SessionInfo:
     nothing."""
     control.session(caller, id)
     control.live.end(id)
+    control.log("end", caller, id)
     return session_info(control.store, control.store.session(id))
 
 
@@ -222,6 +225,7 @@ async def delete_session(id: Id, control: Of, caller: Known) -> None:
     """Delete a session with its calls, rewards and replies."""
     control.session(caller, id, own=False)
     control.live.delete(id)
+    control.log("delete", caller, id)
 
 
 @router.post("/applications", status_code=201)
@@ -273,6 +277,7 @@ async def openapi(request: Request, _: Known) -> dict[str, Any]:
 
 
 @beside.get("/healthz")
+@beside.get("/health", include_in_schema=False)
 async def health(control: Of, response: Response) -> dict[str, str]:
     """Whether the server works: 503 if its engine has failed and it must be restarted."""
     if control.failure() is None:
@@ -326,8 +331,7 @@ def control_app(control: Control) -> FastAPI:
 
 async def _refused(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    headers = dict(getattr(error, "headers", ()))
-    return Response(error.body(), error.status, headers, media_type="application/json")
+    return Response(error.body(), error.status, dict(error.headers), media_type="application/json")
 
 
 async def _not_read(request: Request, error: Exception) -> Response:

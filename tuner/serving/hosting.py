@@ -26,14 +26,22 @@ from tuner.errors import ConfigError
 from tuner.gateway import SamplingDefaults, SessionLimits
 from tuner.gateway.http import HttpDoor, Opening
 from tuner.gateway.request_error import RequestError
-from tuner.runs.directory import RunDirectory, held
+from tuner.runs.directory import RunDirectory, held, write_atomically
 from tuner.runs.record import version_of
 from tuner.runs.stack import Stack, build_stack
 from tuner.serving.asking import ServedModels
 from tuner.serving.control import Control, Models
 from tuner.serving.control_routes import control_app
 from tuner.serving.learning.ledger import promoted_versions
-from tuner.serving.routing import ApiKeys, Front, LiveSessions, Metrics, Rates, log_as_json
+from tuner.serving.routing import (
+    ApiKeys,
+    Front,
+    LiveSessions,
+    Metrics,
+    Rates,
+    log_as_json,
+    log_event,
+)
 from tuner.serving.serving_store import ServingStore
 from tuner.tasks.loading import load_function
 from tuner.traces.store import SERVED
@@ -97,6 +105,7 @@ class Server:
             models=self.models,
             metrics=self.metrics,
             failure=lambda: self.stack.engine.failure,
+            logs=self.config.tuner.serving.log,
         )
         return control_app(control)
 
@@ -107,6 +116,8 @@ class Server:
             for id_ in self.store.idle(now - 60 * settings.idle_minutes):
                 if not self.live.busy(id_):
                     self.live.end(id_)
+                    if settings.log:
+                        log_event("end", session=id_, who="idle_minutes")
                 await asyncio.sleep(0)  # let other tasks run between two sessions
         if settings.keep_days is not None:
             for id_ in self.store.expired(now - 86400 * settings.keep_days):
@@ -155,6 +166,8 @@ def serve(
     with held(config.run_dir):
         directory = RunDirectory(config.run_dir)
         directory.create()
+        if not directory.has_begun():  # the folder may be that of a run, which has its own
+            write_atomically(directory.config, config.to_yaml())
         asyncio.run(
             _until_stopped(
                 running(

@@ -145,7 +145,7 @@ class LiveSessions:
         """An open session, restored if the process does not know it.
 
         Raises:
-            RequestError: 401: it has ended.
+            RequestError: 409: it has ended.
             LookupError: There is no session with this id.
         """
         live = self._live.get(id_)
@@ -167,7 +167,7 @@ class LiveSessions:
         """The session of an application that a request belongs to, possibly a new one.
 
         Raises:
-            RequestError: 401, 404: it names a session that has ended, or is not the application's.
+            RequestError: 409, 404: it names a session that has ended, or is not the application's.
         """
         request = headers.get(IDEMPOTENCY_HEADER)
         name = headers.get(self._header)
@@ -471,6 +471,11 @@ class Metrics:
         return generate_latest(self._registry), "text/plain; version=0.0.4; charset=utf-8"
 
 
+def log_event(event: str, **said: Any) -> None:
+    """Log what happened to a session: its id, who did it, numbers; no contents."""
+    _log.info(event, extra={"said": said})
+
+
 def log_request(
     method: str, path: str, status: int, seconds: float, *, session: str | None, who: str
 ) -> None:
@@ -734,9 +739,8 @@ class Front:
     def refusal(self, path: str, headers: Mapping[str, str], error: RequestError) -> Reply:
         """See `Gateway.refusal`; errors of the control API have OpenAI's form."""
         if not path.startswith("/v1/"):
-            return Reply(error.status, error.body())
-        reply = self._gateway.refusal(path, headers, error)
-        return replace(reply, headers=getattr(error, "headers", ()))
+            return Reply(error.status, error.body(), headers=error.headers)
+        return self._gateway.refusal(path, headers, error)
 
     def check_not_stuck(self, headers: Mapping[str, str]) -> None:
         """See `Gateway.check_not_stuck`: nothing blocks the event loop here."""

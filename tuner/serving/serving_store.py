@@ -487,6 +487,13 @@ class Replies(Tables):
 _PACKERS = 4096  # sessions whose calls can be added without reading the stored ones
 
 
+SESSION_STATE = (
+    "CASE WHEN trained IS NOT NULL THEN 'trained' WHEN ended IS NULL THEN 'open' "
+    "WHEN judged THEN 'judged' ELSE 'waiting for a reward' END"
+)
+"""The state of a row of `sessions`, as people see it, in SQL."""
+SESSION_STATES = ("open", "waiting for a reward", "judged", "trained")
+
 _VALUES = JsonReader[Any](Any, "JSON")
 _SESSIONS = JsonReader[dict[str, Any]](lambda: stored_form(StoredSession), "a session")
 _REWARDS = JsonReader[float | None](Number | None, "a reward")
@@ -657,6 +664,11 @@ class ServingStore(Replies):
         if str(error) not in self._left_out:
             self._left_out.add(str(error))
             logger.warning("left out: %s", error)
+
+    def states(self) -> dict[str, int]:
+        """Number of sessions in each of `SESSION_STATES`."""
+        found = dict(self.ask(f"SELECT {SESSION_STATE}, COUNT(*) FROM sessions GROUP BY 1"))
+        return {state: found.get(state, 0) for state in SESSION_STATES}
 
     def every(self) -> Iterator[StoredSession]:
         """All sessions, in that order."""

@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
+from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
@@ -312,6 +313,38 @@ def _fault(error: Exception) -> str:
 def row_text(row: Task) -> str:
     """A row as one JSON text, objects of other types as their `repr`: its identity."""
     return json.dumps(row, sort_keys=True, default=same_text)
+
+
+ALIKE = 40
+"""Number of characters from which on texts are said to begin alike."""
+_HEAD = 20
+
+
+def told_apart(texts: Sequence[str]) -> list[str]:
+    """The texts, each in one line, without most of a beginning that others of them share.
+
+    State the final answer to the following problem: 12 + 30   ->   State the final … 12 + 30
+    """
+    lines = [" ".join(text.split()) for text in texts]
+    groups: dict[str, set[str]] = {}
+    for line in lines:
+        groups.setdefault(line[:ALIKE], set()).add(line)
+    common = {key: common_beginning(group) for key, group in groups.items() if len(group) > 1}
+    return [shortened(line, common.get(line[:ALIKE], 0)) for line in lines]
+
+
+def common_beginning(lines: Iterable[str]) -> int:
+    """How many characters all lines begin with."""
+    return len(commonprefix(list(lines)))  # noqa: RUF071  # of characters, not of folders
+
+
+def shortened(line: str, common: int) -> str:
+    """A line without most of its first `common` characters, which other lines share."""
+    if common < ALIKE:
+        return line
+    # From the beginning of the word that differs, if it has one.
+    cut = max(line.rfind(" ", 0, common) + 1, common - _HEAD)
+    return f"{line[:_HEAD].rpartition(' ')[0] or line[:_HEAD]} … {line[cut:]}"
 
 
 def check_fills_a_batch(tasks: Sequence[Task], batch_size: int, name: str) -> None:

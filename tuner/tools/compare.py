@@ -18,7 +18,7 @@ from tuner.errors import ProofError, TunerError
 from tuner.runs.directory import RunDirectory
 from tuner.runs.estimates import Estimate, differing_settings, estimate, read_run
 from tuner.runs.statistics import Comparison, Decision, Plan
-from tuner.tasks.datasets import row_text
+from tuner.tasks.datasets import row_text, told_apart
 from tuner.traces import Trace, read_traces
 
 if TYPE_CHECKING:
@@ -315,18 +315,18 @@ def sparkline(
 
 
 def _task_rows(tasks: SplitTasks, most: int) -> Iterator[list[str]]:
-    for row in tasks.common[:most]:
+    names = told_apart([_text(row.task) for row in tasks.common])
+    for row, name in zip(tasks.common[:most], names, strict=False):
         shown = ["no reward" if one is None else f"{one:.3f}" for one in row.rewards]
-        yield [_text(row.task), *shown]
+        yield [name if len(name) <= _TEXT else f"{name[: _TEXT - 3]}...", *shown]
     if len(tasks.common) > most:
         yield [f"... {len(tasks.common) - most} more that differ less", *("" for _ in tasks.steps)]
 
 
 def _text(task: Mapping[str, Any]) -> str:
-    """The first text of a row, shortened."""
+    """The first text of a row."""
     texts = [value for value in task.values() if isinstance(value, str)]
-    text = " ".join((texts[0] if texts else json.dumps(task)).split())
-    return text if len(text) <= _TEXT else f"{text[: _TEXT - 3]}..."
+    return texts[0] if texts else json.dumps(task)
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterator[list[str]]) -> Table:

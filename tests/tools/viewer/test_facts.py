@@ -7,6 +7,7 @@ import pytest
 
 from tests.kit.builders import call, trace
 from tuner.tools.viewer.index import (
+    NOT_OFFERED,
     UNREADABLE,
     Tally,
     answered,
@@ -119,6 +120,21 @@ def test_a_tool_whose_result_nobody_sent_has_no_time_and_an_unreadable_call_fail
         assert sorted(tool_uses(stored), key=str) == [
             (UNREADABLE, True, None),
             ("finish", False, None),
+        ]
+
+
+def test_tools_that_a_model_invented_are_one_row_and_failed():
+    calls = turns(
+        (uses("add", "lookup_price", "addd"), [result(f"c{n}", "1") for n in range(3)]),
+        ({"role": "assistant", "content": "x"}, []),
+    )
+    offered = [{"type": "function", "function": {"name": "add"}}]
+    calls[0] = dataclasses.replace(calls[0], tools=offered)
+    for stored in plain(trace(0, 0, calls)):
+        assert sorted(tool_uses(stored), key=str) == [
+            (NOT_OFFERED, True, None),
+            (NOT_OFFERED, True, None),
+            ("add", False, 1.0),
         ]
 
 

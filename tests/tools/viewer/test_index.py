@@ -248,3 +248,18 @@ def test_a_search_finds_what_was_written_since_it_was_last_asked(tmp_path):
     index.refresh()
     assert found(index, text="seven") == [(1, 0, 0), (1, 0, 1)]
     assert found(index, order="changed", step=2) == [(2, 0, 0)]
+
+
+def test_tasks_that_begin_alike_are_listed_by_what_differs(tmp_path):
+    begins = "State the final answer to the following arithmetic problem, and nothing but it: " * 3
+    tasks = [f"{begins}{n} + 30" for n in range(3)] + ["What is the capital of France?"]
+    traces = [
+        dataclasses.replace(small(n, 0, 1.0), task={"question": task})
+        for n, task in enumerate(tasks)
+    ]
+    index = indexed(store_run(tmp_path, traces))
+    assert [row.asked for row in index.rows()] == [
+        *(f"State the final … {n} + 30" for n in range(3)),
+        "What is the capital of France?",
+    ]
+    assert found(index, text="arithmetic problem, and nothing but it: 2 +") == [(1, 2, 0)]  # whole

@@ -68,6 +68,23 @@ def test_numbers_that_javascript_would_round_or_refuse_are_text():
     }
 
 
+def test_a_call_shows_settings_and_fields_that_are_not_their_defaults(tmp_path):
+    asked = call("c", [1, 2], [3], [-0.5], temperature=0.5, seed=7, top_logprobs=2)
+    asked = dataclasses.replace(
+        asked, top_logprobs=(((3, -0.5), (4, -1.0)),), kept=("",), dialect="messages"
+    )
+    plain = dataclasses.replace(call("d", [9], [3], [-0.5]), id="d")
+    run = store_run(tmp_path, [trace(0, 0, [asked, plain])])
+    first, second = RunReader(run).trace("step_000001.jsonl", 0)["trace"]["calls"]
+    assert first["sampling"] == {"max_tokens": 32, "temperature": 0.5, "seed": 7, "top_logprobs": 2}
+    assert second["sampling"] == {"max_tokens": 32}
+    assert first["dialect"] == "messages"
+    needed = {"id", "prompt_ids", "completion_ids", "logprobs", "versions", "sampling", "messages"}
+    needed |= {"finish_reason", "tools", "response", "started", "seconds"}
+    assert second.keys() == needed
+    assert first.keys() == needed | {"dialect"}
+
+
 def test_tokens_have_their_text_spaces_and_special_tokens_included(tmp_path):
     run = store_run(tmp_path, [trace(0, 0, [call("c", [504, 505], [220], [-1.0])])], model=TINY)
     body = RunReader(run).trace("step_000001.jsonl", 0)

@@ -34,6 +34,13 @@ def test_a_finished_run_has_its_report(random_model_path, tmp_path):
     assert data["run"]["status"] == "completed"
     assert data["run"]["total_steps"] == 2
     assert [row["step"] for row in data["metrics"]] == [0, 1, 2]
+    parts = ("generation", "agent", "judge", "training", "sync", "evaluation")
+    before, *steps = data["metrics"]
+    for row in steps:  # one definition for the page, `tuner compare` and the console
+        whole = sum(row.get(f"time/{part}", 0.0) for part in parts)
+        assert row["time/step"] == pytest.approx(whole, rel=0.02, abs=0.01)
+    assert before["time/evaluation"] > 0
+    assert "time/step" not in before
     assert {row["split"] for row in data["traces"]} == {"train", "held-out"}
     assert len(data["traces"]) == data["total_traces"] == 2 * 6 + 2 * 2
     assert all(body["no_text"] is None for body in data["bodies"].values())

@@ -5,8 +5,10 @@ import socket
 import pytest
 from starlette.testclient import TestClient
 
+from tests.kit.builders import call
 from tests.tools.viewer.stored import read_data, small, store_run
 from tuner.errors import TunerError
+from tuner.serving.serving_store import ServingStore
 from tuner.tools.viewer import web as server
 from tuner.tools.viewer.web import serve, viewer_app
 
@@ -185,3 +187,45 @@ def test_a_taken_port_is_named(run):
         port = taken.getsockname()[1]
         with pytest.raises(TunerError, match=f"port {port} .* give another --port"):
             serve(run, port=port, announce=lambda link: None)
+
+
+@pytest.fixture
+def store(tmp_path):
+    """Of a server with three sessions, of which the last has no task and is waiting."""
+    (tmp_path / "shop").mkdir()
+    store = ServingStore(tmp_path / "shop/serving.sqlite")
+    for number, task in enumerate(({"question": "100% Größe?"}, {"question": "1000"}, {})):
+        id_ = f"s-{number}"
+        store.open(id_, key=id_.encode(), seed=number, task=task, metadata={"user": f"u{number}"})
+        store.add_calls(id_, [call(f"c{number}", [1, 2], [3], [-0.5])])
+    store.end("s-2")
+    yield store
+    store.close()
+
+
+def test_sessions_are_searched_as_they_were_written(store):
+    client = opened(store.path.parent)
+
+    def found(**query):
+        return [row["session"] for row in client.get("api/list", params=query).json()["rows"]]
+
+    assert found() == ["s-0", "s-1", "s-2"]
+    assert found(text="100%") == ["s-0"]
+    assert found(text="größe") == found(text="Größe") == ["s-0"]
+    assert found(text="U1") == ["s-1"]
+    assert found(text="HO") == ["s-0", "s-1", "s-2"]  # what the model said
+    assert found(text="prompt_ids") == []
+    assert found(outcome="waiting for a reward") == ["s-2"]
+    assert found(order="new") == ["s-2", "s-1", "s-0"]
+    assert found(split="train") == found(cause="any") == found(begins="inside") == []
+
+
+def test_a_damaged_session_is_listed_with_what_is_wrong(store):
+    store.change("UPDATE calls SET data = '{' WHERE session = 1")
+    client = opened(store.path.parent)
+    first, second, third = client.get("api/list").json()["rows"]
+    assert "session s-0 is damaged" in first["error"]
+    assert (second["error"], third["asked"]) == (None, "hi")
+    asked = {"file": first["file"], "offset": first["offset"]}
+    assert "s-0 is damaged" in client.get("api/trace", params=asked).json()["error"]
+    assert client.get("api/list", params={"text": "ho"}).json()["total"] == 2

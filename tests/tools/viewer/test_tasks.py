@@ -15,7 +15,8 @@ def tasks_of(path, traces, settings=""):
     reader = RunReader(run)
     reader.traces.refresh()
     found = tasks_over_time(reader.traces)
-    assert summary(reader.traces)["tasks"] is bool(found["rows"])
+    again = any(row["taken"] > 1 for row in found["rows"])
+    assert summary(reader.traces)["tasks"] is again  # without, the page does not show them
     return found
 
 

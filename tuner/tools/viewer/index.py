@@ -20,7 +20,7 @@ from typing import Any
 
 from tuner.errors import TunerError
 from tuner.runs.directory import METRICS
-from tuner.tasks.datasets import row_text
+from tuner.tasks.datasets import ALIKE, common_beginning, row_text, shortened
 from tuner.traces import Origin, branches
 from tuner.traces.reading import InvalidRecord, open_file
 from tuner.traces.store import STORED, is_one_path, trace_from_json
@@ -35,6 +35,7 @@ ASKING = ("question", "prompt", "problem", "instruction", "query", "input", "tas
 # Beginnings of tool results that frameworks use for failures.
 FAILED = ("error", "an error occurred", "traceback (most recent call last)", "exception:")
 UNREADABLE = "(unreadable call)"
+NOT_OFFERED = "(not offered)"
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class TraceRow:
 
     `one_path` is True if it certainly has no branches. A rollout that starts `within` another one
     of its group does so after `at_call` calls and `at_token` tokens of the next call. Traces of the
-    same task share the number `same`.
+    same task share the number `same`. `session` is the id of a server's session, whose `outcome` is
+    its state.
     """
 
     file: str
@@ -68,6 +70,7 @@ class TraceRow:
     asked: str = ""
     answered: str = ""
     same: int = 0
+    session: str | None = None
 
     @property
     def key(self) -> str:
@@ -218,9 +221,10 @@ def tool_uses(trace: Json) -> Iterator[tuple[str, bool, float | None]]:
     """(name, failed, seconds) of each tool call of a stored trace.
 
     A tool failed if the text of its result starts like an error of agent frameworks, or is a JSON
-    object with an `error`. Its seconds run from the answer that calls it to the request that has
-    its result, including the agent's own work; None if no request has it. Calls in replayed answers
-    are skipped.
+    object with an `error`, or if its request offered other tools only: then its name, which the
+    model invented, is `NOT_OFFERED`. Its seconds run from the answer that calls it to the request
+    that has its result, including the agent's own work; None if no request has it. Calls in
+    replayed answers are skipped.
     """
     pending: dict[str, tuple[str, float]] = {}
     for call in _calls(trace):
@@ -231,9 +235,14 @@ def tool_uses(trace: Json) -> Iterator[tuple[str, bool, float | None]]:
                 yield name, _failed(_text(message.get("content"))), call["started"] - ended
         if given_back(call):
             continue
+        offered = {tool.get("function", tool).get("name") for tool in call["tools"]}
         for number, tool in enumerate(call["response"].get("tool_calls") or ()):
             made = tool.get("id") or f"{call['id']}/{number}"
-            pending[made] = (str(tool["function"]["name"]), call["started"] + call["seconds"])
+            name = str(tool["function"]["name"])
+            if offered and name not in offered:
+                yield NOT_OFFERED, True, None
+            else:
+                pending[made] = (name, call["started"] + call["seconds"])
         for _ in range(call.get("malformed_tool_calls", 0)):
             yield UNREADABLE, True, None
     for name, _ in pending.values():
@@ -251,14 +260,20 @@ def _failed(result: str) -> bool:
 
 
 def _calls(trace: Json) -> Iterator[dict[str, Any]]:
-    """The calls with their answers, and the messages that no earlier call had, as objects."""
-    messages: Sequence[Any] | None = trace["distinct"]["messages"] if "format" in trace else None
+    """The calls with their answers, tools, and the messages that no earlier call had, as
+    objects."""
+    distinct = trace["distinct"] if "format" in trace else None
     for call in trace["calls"]:
-        if messages is None:
+        if distinct is None:
             yield call
             continue
-        fresh = [messages[number] for number in call["messages"][2]]
-        yield {**call, "messages": fresh, "response": messages[call["response"]]}
+        messages: Sequence[Any] = distinct["messages"]
+        yield {
+            **call,
+            "messages": [messages[number] for number in call["messages"][2]],
+            "response": messages[call["response"]],
+            "tools": distinct["tools"][call["tools"]],
+        }
 
 
 def _text(value: Any) -> str:
@@ -272,11 +287,11 @@ def _text(value: Any) -> str:
 
 
 NAME = ".traces.sqlite"
-VERSION = 3
+VERSION = 4
 BUSY_SECONDS = 10.0
 
 TEXTS = ("asked", "answered", "same")
-COLUMNS = tuple(field.name for field in fields(TraceRow) if field.name not in TEXTS)
+COLUMNS = tuple(one.name for one in fields(TraceRow) if one.name not in (*TEXTS, "session"))
 SUMS = tuple(field.name for field in fields(Tally))
 _SCHEMA = f"""
 CREATE TABLE born (token TEXT);
@@ -534,6 +549,12 @@ SELECT {", ".join(f"traces.{name}" for name in COLUMNS)}, task.shown, answer.sho
 FROM traces JOIN texts AS task ON task.id = traces.asked
 JOIN texts AS answer ON answer.id = traces.answered
 """
+# Of tasks that begin alike: the first and the last in alphabetical order, whose common beginning is
+# that of all.
+_ALIKE = f"""
+SELECT SUBSTR(shown, 1, {ALIKE}), MIN(shown), MAX(shown) FROM texts
+WHERE id IN (SELECT asked FROM traces) GROUP BY 1 HAVING MIN(shown) < MAX(shown)
+"""
 
 
 class TraceIndex(Database):
@@ -541,6 +562,9 @@ class TraceIndex(Database):
 
     Traces are numbered from 1 in reading order: files by step, lines as written.
     """
+
+    _alike_of = ""
+    _alike: Mapping[str, int] = {}
 
     @property
     def counted(self) -> int:
@@ -556,14 +580,32 @@ class TraceIndex(Database):
 
     def rows(self, numbers: Sequence[int] | None = None) -> list[TraceRow]:
         """The traces with these numbers, in that order; all by default."""
+        common = self._beginnings()
         if numbers is None:
-            return [_row(found) for found in self.ask(f"{_ROWS} ORDER BY traces.id")]
+            return [self._row(found, common) for found in self.ask(f"{_ROWS} ORDER BY traces.id")]
         marks = ", ".join("?" * len(numbers))
         found = self.ask(
             f"{_ROWS.replace('SELECT', 'SELECT traces.id,')} WHERE traces.id IN ({marks})", numbers
         )
-        by_number = {number: _row(values) for number, *values in found}
+        by_number = {number: self._row(values, common) for number, *values in found}
         return [by_number[number] for number in numbers]
+
+    def task(self, shown: str) -> str:
+        """A task's text, without most of a beginning that other tasks share."""
+        return shortened(shown, self._beginnings().get(shown[:ALIKE], 0))[:SHOWN]
+
+    def _beginnings(self) -> Mapping[str, int]:
+        """For the first characters of tasks that begin alike, how many they have in common."""
+        if self._alike_of != self.state:
+            self._alike_of, found = self.state, self.ask(_ALIKE)
+            self._alike = {key: common_beginning(ends) for key, *ends in found}
+        return self._alike
+
+    def _row(self, values: Sequence[Any], common: Mapping[str, int]) -> TraceRow:
+        named = dict(zip((*COLUMNS, *TEXTS), values, strict=True))
+        named |= {name: bool(named[name]) for name in ("final", "one_path")}
+        task = named["asked"]
+        return TraceRow(**named | {"asked": shortened(task, common.get(task[:ALIKE], 0))[:SHOWN]})
 
     def read(self, file: str, offset: int) -> dict[str, Any]:
         """The trace whose line starts at byte `offset` of `file`, as stored."""
@@ -583,7 +625,7 @@ class TraceIndex(Database):
         """Read new lines, for about `seconds` at most; returns True if all were read."""
         deadline = time.monotonic() + seconds
         known = dict(self.ask("SELECT name, stamp FROM files"))
-        stamps = {name: _stamp(self.folder / name) for name in self._names()}
+        stamps = {name: stamp_of(self.folder / name) for name in self._names()}
         if stamps == known:
             return True
         return self.write(lambda: self._read(known, stamps, deadline))
@@ -618,7 +660,7 @@ class TraceIndex(Database):
             trace = STORED.parse(line)
             listed = row(name, start, len(line), trace)
             added = tallies(trace) if listed.final else {}
-            task = self._text(asked(trace["task"]), row_text(trace["task"]))
+            task = self._text(asked(trace["task"]), row_text(trace["task"]), SEARCHED)
             answer = answered(trace)
         except NO_MESSAGES as error:
             said = error if isinstance(error, InvalidRecord) else repr(error)
@@ -642,12 +684,13 @@ class TraceIndex(Database):
     def _stratum(self, task: Mapping[str, Any]) -> str:
         return clean(str(task.get(self.field, ""))[:SHOWN]) if self.field else ""
 
-    def _text(self, text: str, whole: str) -> int:
-        """The number of a text, which is stored once per distinct full text."""
+    def _text(self, text: str, whole: str, most: int = SHOWN) -> int:
+        """The number of a text, which is stored once per distinct full text, to show `most` of its
+        characters."""
         digest = identity(whole)
         if found := self.ask("SELECT id FROM texts WHERE hash = ?", (digest,)):
             return int(found[0][0])
-        shown = " ".join(clean(text[: 2 * SHOWN]).split())[:SHOWN]
+        shown = " ".join(clean(text[: 2 * most]).split())[:most]
         return self.insert("texts", None, digest, shown, folded(text[:SEARCHED]))
 
     def _tally(self, kind: str, name: str, split: str, step: int, *sums: float) -> None:
@@ -712,12 +755,7 @@ def causes(traces: TraceIndex, file: str, offset: int) -> Counter[str]:
     return Counter(one["cause"] for one in found if not given_back(trace["calls"][one["call"]]))
 
 
-def _row(values: Sequence[Any]) -> TraceRow:
-    named = dict(zip((*COLUMNS, *TEXTS), values, strict=True))
-    return TraceRow(**named | {name: bool(named[name]) for name in ("final", "one_path")})
-
-
-def _stamp(path: Path) -> str:
+def stamp_of(path: Path) -> str:
     """Changes whenever the file changes."""
     try:
         status = path.stat()

@@ -9,16 +9,16 @@ from __future__ import annotations
 import json
 import math
 import secrets
-import sqlite3
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from dataclasses import MISSING, fields
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from tuner.config.source import lookup
+from tuner.engines import SamplingParams
 from tuner.errors import TunerError
 from tuner.runs.directory import OBJECTS, RunDirectory, write_atomically
 from tuner.runs.estimates import check_is_run
@@ -31,8 +31,9 @@ from tuner.tools.viewer.index import (
     causes,
     identity,
 )
-from tuner.tools.viewer.queries import changes, summary, tasks_over_time, tree
-from tuner.traces import RolloutId
+from tuner.tools.viewer.queries import TraceQuery, changes, summary, tasks_over_time, tree
+from tuner.tools.viewer.served import ServedSessions
+from tuner.traces import Call, RolloutId
 from tuner.traces.store import SERVED, unpack
 
 FILE = "tokenizer.json"
@@ -137,6 +138,7 @@ class RunReader:
         field = lookup(self.directory.stored_config(), "tuner.tasks.selector.field")
         field = field if isinstance(field, str) else None
         self.traces = TraceIndex(self.directory.traces, keep=keep, field=field)
+        self.sessions = ServedSessions(self.directory.path)
         self._vocabulary: Vocabulary | None = None
 
     @property
@@ -148,18 +150,18 @@ class RunReader:
         """Name, status and main settings; no secrets, so not the whole configuration."""
         config = self.directory.stored_config()
         completed = self.directory.result.is_file()
+        served = self.sessions.summary()
+        status = "completed" if completed else "no result yet" if served is None else "server"
         return {
             "name": self.directory.path.name,
             "project": config.get("project") or self.directory.path.parent.name,
-            "status": "completed" if completed else "no result yet",
-            "total_steps": self._total_steps(config, completed),
+            "status": status,
+            "total_steps": self._total_steps(config, completed) if served is None else None,
             "updated": self._updated(),
-            "served": served(self.directory.path / SERVED),
+            "served": served,
             "settings": {
                 "model": _short(lookup(config, "model.model_path")),
-                "algorithm": lookup(config, "algorithm.algorithm_type"),
-                "learning rate": lookup(config, "algorithm.optimizer.lr"),
-                **_size_of_a_step(config),
+                **({} if status == "server" and not self.metrics.rows else _learning(config)),
             },
         }
 
@@ -167,17 +169,24 @@ class RunReader:
         """One trace as stored, with the text of its tokens.
 
         Returns:
-            `trace`, packed as stored; `branches`, its branches with their causes; `tree`, the
+            `trace`, packed as stored, without settings and fields of calls that have their
+            defaults; `branches`, its branches with their causes; `tree`, the
                 result of
             `tuner.tools.viewer.queries.tree` for a final attempt, else None; `vocabulary`, text by
                 id;
             `characters`, for each call and then for "prompt" and "completion" the text of
                 characters
-            that span several tokens, by position; `no_text`, why text is missing, or None.
+            that span several tokens, by position; `no_text`, why text is missing, or None;
+            `session`, what is known of a server's session, or None.
         """
-        stored = self.traces.read(file, offset)
+        session = None
+        if file == SERVED:
+            stored, session = self.sessions.read(offset)
+        else:
+            stored = self.traces.read(file, offset)
         found = branch_rows(stored, f"{file}:{offset}")
         calls = unpack(stored)["calls"]
+        stored["calls"] = [_without_defaults(call) for call in stored["calls"]]
         ids: set[int] = set()
         for call in calls:
             ids.update(call["prompt_ids"], call["completion_ids"])
@@ -185,7 +194,10 @@ class RunReader:
         return {
             "trace": stored,
             "branches": found,
-            "tree": tree(self.traces, RolloutId(**stored["id"])) if stored["final"] else None,
+            "session": session,
+            "tree": tree(self.traces, RolloutId(**stored["id"]))
+            if stored["final"] and session is None
+            else None,
             "vocabulary": vocabulary.texts(ids),
             "characters": [
                 {
@@ -195,6 +207,13 @@ class RunReader:
                 for call in calls
             ],
             "no_text": vocabulary.problem,
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """Names to choose from, and sums over the traces; see `tuner.tools.viewer.queries`."""
+        found = summary(self.traces)
+        return found | {
+            name: sorted({*found[name], *values}) for name, values in self.sessions.names().items()
         }
 
     def task_of(self, file: str, offset: int) -> tuple[str, bytes]:
@@ -221,44 +240,10 @@ class RunReader:
         return steps if isinstance(steps, int) else None
 
     def _updated(self) -> float:
-        """Unix time of the last write to metrics or traces."""
-        files = [self.directory.metrics, *self.directory.traces.glob("*step_*.jsonl")]
+        """Unix time of the last write to metrics, traces or sessions."""
+        traces = self.directory.traces.glob("*step_*.jsonl")
+        files = [self.directory.metrics, *self.sessions.files, *traces]
         return max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)
-
-
-# Maximum number of decisions to show, latest first.
-DECISIONS = 50
-
-
-def served(path: Path) -> dict[str, Any] | None:
-    """Sessions of a server's store by state, and its latest decisions; None without a store."""
-    if not path.is_file():
-        return None
-    try:
-        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as file:
-            counts = file.execute(
-                "SELECT COALESCE(SUM(ended IS NULL), 0), COALESCE(SUM(ended IS NOT NULL), 0), "
-                "COALESCE(SUM(NOT judged), 0), COALESCE(SUM(judged AND trained IS NULL), 0), "
-                "COALESCE(SUM(trained IS NOT NULL), 0) FROM sessions"
-            ).fetchone()
-            learns = file.execute("SELECT 1 FROM sqlite_master WHERE name = 'decisions'").fetchone()
-            decisions = (
-                []
-                if learns is None
-                else file.execute(
-                    "SELECT at, kind, version, serving, why FROM decisions "
-                    "ORDER BY number DESC LIMIT ?",
-                    (DECISIONS,),
-                ).fetchall()
-            )
-    except sqlite3.Error as error:
-        raise TunerError(f"cannot read {path} as the store of a server: {error}") from error
-    names = ("open", "ended", "not judged", "judged, not trained", "trained")
-    columns = ("at", "decision", "version", "beside", "why")
-    return {
-        "sessions": dict(zip(names, counts, strict=True)),
-        "decisions": [dict(zip(columns, row, strict=True)) for row in decisions],
-    }
 
 
 def to_json(value: Any) -> str:
@@ -281,11 +266,38 @@ def _readable(value: Any) -> Any:
     return value
 
 
-def _size_of_a_step(config: dict[str, Any]) -> dict[str, Any]:
+def _without_defaults(call: dict[str, Any]) -> dict[str, Any]:
+    """A stored call without what a reader need not see: fields and settings at their defaults, and
+    the kept and most probable tokens of each position."""
+    shown = {name: v for name, v in call.items() if v != _CALL.get(name, _MISSING)}
+    for name in ("kept", "top_logprobs"):
+        shown.pop(name, None)
+    sampling = call["sampling"].items()
+    return shown | {
+        "sampling": {name: v for name, v in sampling if v != _SAMPLING.get(name, _MISSING)}
+    }
+
+
+def _defaults(of: type) -> dict[str, Any]:
+    """The defaults of a dataclass, as stored."""
+    found = {one.name: one.default for one in fields(of) if one.default is not MISSING}
+    plain: dict[str, Any] = json.loads(json.dumps(found))
+    return plain
+
+
+_MISSING = object()
+_CALL, _SAMPLING = _defaults(Call), _defaults(SamplingParams)
+
+
+def _learning(config: dict[str, Any]) -> dict[str, Any]:
     size = lookup(config, "buffer.batch_size")
+    found = {
+        "algorithm": lookup(config, "algorithm.algorithm_type"),
+        "learning rate": lookup(config, "algorithm.optimizer.lr"),
+    }
     if config.get("mode") == "train":
-        return {"rows per step": size}
-    return {
+        return found | {"rows per step": size}
+    return found | {
         "rollouts per task": lookup(config, "algorithm.repeat_times"),
         "tasks per step": size,
         "temperature": lookup(config, "model.temperature"),
@@ -321,6 +333,7 @@ def page(data: dict[str, Any]) -> str:
 
 NAME = "report.html"
 TRACE_BYTES = 4 * 2**20
+SESSIONS = 2000  # maximum number of sessions to look at, latest first
 LOGPROB_DIGITS = 4
 # Maximum seconds to look for causes of branches in traces that are not embedded.
 CAUSE_SECONDS = 20.0
@@ -355,14 +368,18 @@ def report_data(
     trees: dict[str, dict[str, Any]] = {}
     counts: dict[str, Mapping[str, int]] = {}
     problems = reader.problems
-    listed = reader.traces.rows()
+    sessions = reader.sessions
+    latest = sessions.numbers(TraceQuery(order="new"))[:SESSIONS]
+    listed = [*sessions.rows(latest[::-1]), *reader.traces.rows()]
     deadline = time.monotonic() + CAUSE_SECONDS
     for row in selection(listed):
         embedded = size + row.size <= trace_bytes
         if embedded or time.monotonic() < deadline:
             try:
                 counts[row.key] = (
-                    {} if row.one_path else causes(reader.traces, row.file, row.offset)
+                    {}
+                    if row.one_path or row.session
+                    else causes(reader.traces, row.file, row.offset)
                 )
             except TunerError as error:
                 problems.append(str(error))
@@ -373,7 +390,6 @@ def report_data(
         body = reader.trace(row.file, row.offset)
         for call in body["trace"]["calls"]:
             call["logprobs"] = [round(value, LOGPROB_DIGITS) for value in call["logprobs"]]
-            call.pop("kept", None)  # the page does not show them, and they may be most of a trace
         # One shared vocabulary, and one tree for all its ends.
         vocabulary |= body.pop("vocabulary")
         if (tree := body["tree"]) is not None:
@@ -397,7 +413,7 @@ def report_data(
             }
             for row in rows
         ],
-        "summary": summary(reader.traces)
+        "summary": reader.summary()
         | {
             "causes": sorted({cause for row in rows for cause in counts[row.key]}),
             "branches": _training_branches(listed, counts),
@@ -429,7 +445,7 @@ def selection(rows: Sequence[TraceRow]) -> Iterator[TraceRow]:
     """
     training = [row for row in rows if row.split == "train"]
     evaluation = [row for row in rows if row.split != "train"]
-    failures = [row for row in rows if row.outcome != "completed"]
+    failures = [row for row in rows if row.outcome != "completed" and not row.session]
     queues = [*_ends(training), *_ends(evaluation), failures[::-1]]
     seen: set[str] = set()
     for row in (*(row for turn in zip_longest(*queues) for row in turn), *rows[::-1]):

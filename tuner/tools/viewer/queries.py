@@ -31,6 +31,9 @@ FROM (
 JOIN tasks AS first ON (first.split, first.asked, first.step) = (ends.split, ends.asked, ends.first)
 JOIN tasks AS last ON (last.split, last.asked, last.step) = (ends.split, ends.asked, ends.last)
 """
+_DRAWN_AGAIN = (
+    "SELECT 1 FROM tasks WHERE split = 'train' GROUP BY asked HAVING COUNT(*) > 1 LIMIT 1"
+)
 _ORDERS = {
     "": "id",
     "new": "id DESC",
@@ -212,7 +215,7 @@ def summary(traces: TraceIndex) -> dict[str, Any]:
     Returns:
         `splits`, `steps`, `outcomes`, `causes`: names that traces have.
         `trees`: True if rollouts start inside others.
-        `tasks`: True if `tasks_over_time` has rows.
+        `tasks`: True if a training task was drawn in several steps, so that it has a course.
         `tables`: rows of the tables, each with its `kind`, `name` and `split`, and the sums of
         `Tally` over final attempts.
         `curves`: for each training step `role/<name>`, the mean reward of a role's calls,
@@ -236,7 +239,7 @@ def summary(traces: TraceIndex) -> dict[str, Any]:
         "outcomes": sorted(name for kind, name in kinds if kind == "attempt"),
         "causes": sorted({cause for (cause,) in traces.ask("SELECT DISTINCT cause FROM branches")}),
         "trees": bool(traces.ask("SELECT 1 FROM traces WHERE within IS NOT NULL LIMIT 1")),
-        "tasks": bool(traces.ask("SELECT 1 FROM tasks WHERE split = 'train' LIMIT 1")),
+        "tasks": bool(traces.ask(_DRAWN_AGAIN)),
         "tables": named,
         "curves": _curves(traces),
         "branches": _training_branches(traces),
@@ -285,7 +288,7 @@ def tasks_over_time(traces: TraceIndex) -> Json:
         "rows": [
             {
                 **dict(zip(("same", "stratum", "taken", "n", "mean"), task, strict=True)),
-                "asked": texts[same],
+                "asked": traces.task(texts[same]),
                 "change": by.get(same),
                 "cells": cells[same],
             }

@@ -25,9 +25,9 @@ from tuner.tools.viewer.queries import (
     find,
     number_of,
     same_task,
-    summary,
     tasks_over_time,
 )
+from tuner.traces.store import SERVED
 
 # Maximum rows of one answer, more than fit on a screen.
 ROWS = 200
@@ -107,7 +107,7 @@ def answers(runs: Runs) -> dict[str, Answer]:
             "from": first,
             "generation": generation,
             "rows": rows[first:],
-            "state": traces.state,
+            "state": f"{traces.state} {reader.sessions.stamp}",
             "complete": complete,
             "counted": traces.counted,
             "more": not done,
@@ -115,22 +115,31 @@ def answers(runs: Runs) -> dict[str, Answer]:
         }
 
     def list_(query: QueryParams) -> dict[str, Any]:
-        traces, wanted = opened(query).traces, _wanted(query)
+        reader, wanted = opened(query), _wanted(query)
+        traces, sessions = reader.traces, reader.sessions
         first, most = _number(query, "first"), min(_number(query, "count", ROWS), ROWS)
+        served = sessions.numbers(wanted)
+        shown = sessions.rows(served[first : first + most])
+        found = find(traces, wanted, max(0, first - len(served)), most - len(shown))
         change = changes(traces) if wanted.order == "changed" else {}
         rows = [
             {**row.to_json(), "change": change.get((row.split, row.same))}
-            for row in traces.rows(find(traces, wanted, first, most))
+            for row in (*shown, *traces.rows(found))
         ]
-        total = count(traces, wanted)
-        return {"total": total, "all": traces.total, "first": first, "rows": rows}
+        total = len(served) + count(traces, wanted)
+        all_ = len(sessions.numbers(TraceQuery())) + traces.total
+        return {"total": total, "all": all_, "first": first, "rows": rows}
 
     def position(query: QueryParams) -> dict[str, Any]:
-        traces = opened(query).traces
+        reader, wanted = opened(query), _wanted(query)
         file, _, offset = query.get("key", "").rpartition(":")
-        number = number_of(traces, file, int(offset) if offset.isdecimal() else -1)
-        found = [] if number is None else find(traces, _wanted(query))
-        return {"at": found.index(number) if number in found else None}
+        start = int(offset) if offset.isdecimal() else -1
+        served = reader.sessions.numbers(wanted)
+        if file == SERVED:
+            return {"at": served.index(start) if start in served else None}
+        number = number_of(reader.traces, file, start)
+        found = [] if number is None else find(reader.traces, wanted)
+        return {"at": len(served) + found.index(number) if number in found else None}
 
     def trace(query: QueryParams) -> dict[str, Any]:
         reader = opened(query)
@@ -160,7 +169,7 @@ def answers(runs: Runs) -> dict[str, Answer]:
         "run": run,
         "list": list_,
         "position": position,
-        "summary": lambda query: summary(opened(query).traces),
+        "summary": lambda query: opened(query).summary(),
         "tasks": lambda query: tasks_over_time(opened(query).traces),
         "trace": trace,
         "task": task,

@@ -3,7 +3,7 @@ const DATA = JSON.parse(document.getElementById("data").textContent);
 const LIVE = DATA.mode === "live";
 const POLL_MS = 3000, ROW = 69, PROMPT_TAIL = 60;
 const $ = (id) => document.getElementById(id);
-const state = { run: null, chosen: "", metrics: [], generation: 0, listed: "", complete: true, counted: 0, problems: [], open: null, failure: "",
+const state = { run: null, chosen: "", metrics: [], generation: 0, listed: "", complete: true, counted: 0, problems: [], open: null, seen: "", failure: "",
   summary: { splits: [], steps: [], outcomes: [], causes: [], trees: false, tasks: false, tables: [], curves: [], branches: { traces: 0, looked_at: 0, counts: {} } } };
 
 function el(tag, attributes, ...children) {
@@ -39,6 +39,22 @@ const sum = (rows, name) => rows.reduce((total, row) => total + (isNumber(row[na
 
 function table(head, rows) {
   return el("table", {}, el("thead", {}, el("tr", {}, ...head.map((name) => el("th", { scope: "col" }, name)))), el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map((cell) => el("td", { class: "num" }, cell))))));
+}
+
+/* Replaces what is in a node; its tables stay scrolled to where they were. */
+function refill(node, ...children) {
+  const boxes = () => [...node.querySelectorAll(".scroll")], at = boxes().map((box) => box.scrollLeft);
+  node.replaceChildren(...children);
+  boxes().forEach((box, k) => { box.scrollLeft = at[k] ?? 0; });
+}
+
+/* Renders what is new without moving what is read: the lowest part that begins in the upper half of the window. */
+function steady(render) {
+  const top = (node) => node.getBoundingClientRect().top;
+  const read = scrollY ? [...document.querySelectorAll("main > *, .charts, .tables, .browser, #detail > *")].filter((node) => node.offsetParent && top(node) <= innerHeight / 2).sort((a, b) => top(a) - top(b)).pop() : null;
+  const before = read && top(read);
+  render();
+  if (read?.isConnected) scrollBy(0, top(read) - before);
 }
 
 /* ---- tooltip ---- */

@@ -11,8 +11,8 @@ function unpoint() {
   for (const hair of document.querySelectorAll(".hair")) hair.setAttribute("visibility", "hidden");
 }
 const COLOURS = 8, colour = (k) => `k${k % COLOURS + 1}`;
-/* series: [{name, key}] of `from`, rows with a step; stacked draws bars of their sums. */
-function chart(title, series, { from = state.metrics, stacked = false, small = false, unit = "" } = {}) {
+/* series: [{name, key}] of `from`, rows with a step; stacked draws bars of their sums. `axis` names what the vertical axis counts. */
+function chart(title, series, { from = state.metrics, stacked = false, small = false, unit = "", axis = "" } = {}) {
   const rows = from.filter((row) => isNumber(row.step) && series.some((s) => isNumber(row[s.key])));
   const card = el("div", { class: "card chart" });
   const last = rows[rows.length - 1];
@@ -21,7 +21,7 @@ function chart(title, series, { from = state.metrics, stacked = false, small = f
     : series.map((s) => fmt([...rows].reverse().find((r) => isNumber(r[s.key]))?.[s.key])).join(" · ") + unit;
   card.append(el("div", { class: "top" }, el("h3", {}, title), el("span", { class: "now num" }, now)));
   if (!last) return card;
-  const W = small ? 250 : 460, H = small ? 90 : 170, L = 40, R = 8, T = 8, B = 18;
+  const W = small ? 250 : 460, H = small ? 100 : 180, L = 40, R = 8, T = 18, B = 18;
   const xs = rows.map((r) => r.step), x0 = xs[0], x1 = Math.max(xs[xs.length - 1], x0 + 1);
   const values = stacked ? rows.map((r) => series.reduce((t, s) => t + (r[s.key] || 0), 0)) : rows.flatMap((r) => series.map((s) => r[s.key]).filter(isNumber));
   let low = stacked ? 0 : values.reduce((a, b) => Math.min(a, b)), high = values.reduce((a, b) => Math.max(a, b));
@@ -36,7 +36,8 @@ function chart(title, series, { from = state.metrics, stacked = false, small = f
     plot.append(svg("text", { class: "axis", x: L - 5, y: Y(v) + 3, "text-anchor": "end" }, fmt(v)));
   }
   for (const [step, anchor] of x0 === xs[xs.length - 1] ? [[x0, "middle"]] : [[x0, "start"], [x1, "end"]])
-    plot.append(svg("text", { class: "axis", x: X(step), y: H - 4, "text-anchor": anchor }, step));
+    plot.append(svg("text", { class: "axis", x: X(step), y: H - 4, "text-anchor": anchor }, anchor === "middle" ? `step ${step}` : step));
+  plot.append(svg("text", { class: "axis", x: 0, y: 9 }, axis), svg("text", { class: "axis", x: (L + W - R) / 2, y: H - 4, "text-anchor": "middle" }, x0 === xs[xs.length - 1] ? "" : "step"));
   if (stacked) {
     const group = Math.ceil(rows.length / 300), width = (W - L - R) / (x1 - x0 + 1) * group;
     for (let i = 0; i < rows.length; i += group) {

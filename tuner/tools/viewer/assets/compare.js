@@ -14,7 +14,7 @@ async function openTask(key, id) {
   nodes.push(el("button", { type: "button", on: { click: () => openTrace(splitRow(key)) } }, "← this rollout"));
   nodes.push(el("h3", {}, `${id.split}: ${fmt(entries.length)} rollouts of one task`), el("pre", { class: "text" }, entries[0]?.row.asked ?? ""));
   if (own.length > 1) nodes.push(el("div", { class: "facts" }, el("span", {}, `mean reward ${fmt(own[0].reward)} in step ${own[0].step} → ${fmt(own[own.length - 1].reward)} in step ${own[own.length - 1].step}`)));
-  if (means.some(({ steps }) => steps.length > 1)) nodes.push(chart("Mean reward of this task", means.map(({ run }, k) => ({ name: run || "reward", key: several ? `run${k}` : "reward" })), { from: several ? merged(means.map(({ steps }) => steps), "reward") : own, small: true }));
+  if (means.some(({ steps }) => steps.length > 1)) nodes.push(chart("Mean reward of this task", means.map(({ run }, k) => ({ name: run || "reward", key: several ? `run${k}` : "reward" })), { from: several ? merged(means.map(({ steps }) => steps), "reward") : own, small: true, axis: "reward" }));
   if (entries.length < 2) nodes.push(el("div", { class: "note" }, `No other rollout of this task ${LIVE ? "in this run" : "in this file; `tuner view` shows all"}.`));
   const columns = [0, entries.length - 1].slice(0, Math.min(2, entries.length)).map((first, k) => {
     const select = el("select", { "aria-label": k ? "after" : "before" }, ...entries.map((entry, i) => el("option", { value: i }, name(entry)))), content = el("div", {});
@@ -68,10 +68,10 @@ async function compareRuns() {
   if (String([$("f-run").value, ...chosenRuns()]) !== String(names)) return;
   if (names.length < 2) { $("compared").replaceChildren(); $("settings-differ").replaceChildren(); return; }
   const keys = new Set(found.runs.flatMap((run) => run.rows.flatMap((row) => Object.keys(row))));
-  const evals = [...keys].filter((k) => k.startsWith("eval/") && k.endsWith("/reward")).map((k) => [`Held-out reward (${k.slice(5, -7)})`, k]);
-  const shown = [...AIMS, ...evals, ["Completion tokens per call", "calls/completion_tokens"], ["Seconds per step", "time/step"], ...MULTIPLES].filter(([, key], k, all) => keys.has(key) && all.findIndex(([, other]) => other === key) === k);
+  const evals = [...keys].filter((k) => k.startsWith("eval/") && k.endsWith("/reward")).map((k) => [`Held-out reward (${k.slice(5, -7)})`, k, "reward"]);
+  const shown = [...AIMS, ...evals, ["Completion tokens per call", "calls/completion_tokens", "tokens"], ["Time per step", "time/step", "seconds"], ...MULTIPLES].filter(([, key], k, all) => keys.has(key) && all.findIndex(([, other]) => other === key) === k);
   const series = found.runs.map(({ name }, k) => ({ name, key: `run${k}` }));
-  $("compared").replaceChildren(...shown.map(([title, key]) => chart(title, series, { from: merged(found.runs.map(({ rows }) => rows), key) })));
+  $("compared").replaceChildren(...shown.map(([title, key, axis]) => chart(title, series, { axis, from: merged(found.runs.map(({ rows }) => rows), key) })));
   const settings = Object.entries(found.settings);
   $("settings-differ").replaceChildren(el("h2", {}, "Different settings"), settings.length
     ? el("div", { class: "scroll settings-table" }, table(["setting", ...names], settings.map(([key, values]) => [key, ...values.map((value) => value === null ? "–" : json(value))])))

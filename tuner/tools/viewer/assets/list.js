@@ -43,7 +43,7 @@ const searchable = (text) => text.toLowerCase().split(/\s+/).filter(Boolean).joi
 function textOf(row) {
   if (row.searched === undefined) {
     const trace = DATA.bodies[keyOf(row)].trace;
-    row.searched = searchable(`${row.asked} ${Object.values(trace.task).map(json).join(" ")} ${row.answered} ${trace.response}`);
+    row.searched = searchable(`${row.session ?? ""} ${row.asked} ${Object.values(trace.task).map(json).join(" ")} ${row.answered} ${trace.response}`);
   }
   return row.searched;
 }
@@ -62,9 +62,13 @@ async function refreshList() {
   try {
     while (again) {
       again = false;
+      let moved = 0;
       const wanted = query(), block = Math.floor($("list").scrollTop / ROW / BLOCK), found = await part(wanted, block * BLOCK);
+      /* Rows that came at the top push down those that are read. */
+      if (wanted.order === "new" && String(pairs(wanted)) === String(pairs(list.query)) && $("list").scrollTop > 0) moved += found.total - list.total;
       Object.assign(list, { query: wanted, rows: new Map(), asked: new Set([block]), turn: list.turn + 1 });
       take(found);
+      if (moved) { $("list").scrollTop += moved * ROW; renderList(); }
       /* The open trace's position is loaded after the rows are shown, so nothing waits for it. */
       if (LIVE && state.open && !again) list.at = (await get("api/position", [...pairs(wanted), ["key", state.open]])).at;
     }
@@ -83,11 +87,17 @@ function take(found) {
   if (found.error) throw new Error(found.error);
   found.rows.forEach((row, k) => list.rows.set(found.first + k, row));
   Object.assign(list, { total: found.total, all: found.all, at: found.at });
-  const most = `${fmt(list.all)} traces`, cause = $("f-cause").value;
-  $("shown").textContent = (list.total === list.all ? most : `${fmt(list.total)} of ${most}`) + (state.complete ? "" : " so far");
-  if (cause && state.counted < list.all) $("shown").textContent += `; branches of ${fmt(state.counted)} known so far`;
-  renderList();
+  const most = several(list.all, onlySessions() ? "session" : "trace"), cause = $("f-cause").value;
+  const shown = (list.total === list.all ? most : `${fmt(list.total)} of ${most}`) + (state.complete ? "" : " so far");
+  steady(() => {
+    $("shown").textContent = shown + (cause && state.counted < list.all ? `; branches of ${fmt(state.counted)} known so far` : "");
+    renderList();
+  });
+  /* An open session is shown again when it has grown or was judged. */
+  const open = found.rows.find((row) => keyOf(row) === state.open);
+  if (open?.session && stateOf(open) !== state.seen) openTrace(open);
 }
+const stateOf = (row) => [row.outcome, row.reward, row.calls].join();
 /* The document contains only the rows in view. */
 function renderList() {
   const box = $("list"), first = Math.max(0, Math.floor(box.scrollTop / ROW) - 3), last = Math.min(list.total, first + Math.ceil(box.clientHeight / ROW) + 6);
@@ -98,9 +108,10 @@ function renderList() {
     if (!row) { loadBlock(Math.floor(i / BLOCK)); continue; }
     const chosen = keyOf(row) === state.open, ended = row.outcome.replace("_", " ") + (row.final ? "" : ", retried") + (row.within === null ? "" : ` ↳ ${row.within}`);
     const change = list.query.order === "changed" && isNumber(row.change) ? `task ${row.change < 0 ? "" : "+"}${fmt(row.change)}` : "";
-    const node = el("div", { class: "row", role: "option", id: `row-${i}`, "aria-selected": String(chosen), "aria-setsize": list.total, "aria-posinset": i + 1, title: row.error, on: { click: () => openTrace(row, i) } },
-      el("div", { class: "top" }, el("span", { class: "num" }, `${row.split === "train" ? "" : row.split + " "}${row.step}-${row.task}-${row.rollout}`), el("span", { class: "num" }, fmt(row.reward)),
-        el("span", { class: row.outcome === "completed" ? "dim" : "bad" }, change || ended), el("span", { class: "num dim" }, fmt(row.tokens))),
+    const name = row.session ? row.session.slice(-8) : `${row.split === "train" ? "" : row.split + " "}${row.step}-${row.task}-${row.rollout}`;
+    const node = el("div", { class: "row", role: "option", id: `row-${i}`, "aria-selected": String(chosen), "aria-setsize": list.total, "aria-posinset": i + 1, title: row.error ?? row.session, on: { click: () => openTrace(row, i) } },
+      el("div", { class: "top" }, el("span", { class: "num" }, name), el("span", { class: "num" }, fmt(row.reward)),
+        el("span", { class: row.outcome === "completed" || row.session ? "dim" : "bad" }, change || ended), el("span", { class: "num dim" }, fmt(row.tokens))),
       el("div", { class: "text" }, row.asked), el("div", { class: "text dim" }, row.answered || row.error ? `→ ${row.answered || row.error}` : ""));
     node.style.top = `${i * ROW}px`;
     rows.push(node);

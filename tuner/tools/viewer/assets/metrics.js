@@ -15,25 +15,28 @@ const CAUSES = {
 };
 const causeName = (cause) => CAUSES[cause]?.[0] ?? cause;
 
-const MULTIPLES = [["entropy", "train/entropy"], ["KL", "train/kl_loss"], ["gradient norm", "train/grad_norm"], ["loss", "train/loss"], ["clipped fraction", "train/clip_fraction"], ["equal-reward groups", "groups/zero_variance"], ["KL to the teacher", "train/kl_teacher"], ["pairs in the right order", "train/accuracy"], ["reward margin of pairs", "train/reward_margin"]];
+/* Title, metric, name of the vertical axis. */
+const MULTIPLES = [["Calls cut off", "calls/truncated", "share of calls"], ["Unreadable tool calls", "calls/malformed_tool_calls", "tool calls"], ["Groups of equal reward", "groups/zero_variance", "share of groups"],
+  ["Entropy", "train/entropy", "nats per token"], ["KL loss", "train/kl_loss", "loss"], ["Gradient norm", "train/grad_norm", "norm"], ["Loss", "train/loss", "loss"], ["Clipped tokens", "train/clip_fraction", "share of tokens"],
+  ["KL to the teacher", "train/kl_teacher", "nats per token"], ["Pairs in the right order", "train/accuracy", "share of pairs"], ["Reward margin of pairs", "train/reward_margin", "reward"]];
 // Main metric of a run: the first that it has, since a run may have no rollouts or rewards.
-const AIMS = [["Training reward, mean", "reward/mean"], ["KL to the teacher", "train/kl_teacher"], ["Training loss", "train/loss"]];
+const AIMS = [["Training reward, mean", "reward/mean", "reward"], ["KL to the teacher", "train/kl_teacher", "nats per token"], ["Training loss", "train/loss", "loss"]];
+const PARTS = ["generation", "agent", "judge", "training", "sync", "evaluation"].map((name) => ({ key: `time/${name}`, name }));
 
 function renderMetrics() {
   const keys = [...new Set(state.metrics.flatMap((row) => Object.keys(row)))];
   const one = (key, name) => [{ key, name: name || key }];
   const evals = keys.filter((k) => k.startsWith("eval/") && k.endsWith("/reward")).map((key) => ({ key, name: key.slice(5, -7) }));
-  const parts = ["generation", "agent", "judge", "training", "sync"].map((name) => ({ key: `time/${name}`, name }));
-  const [aim, aimKey] = AIMS.find(([, key]) => keys.includes(key)) ?? AIMS[0];
+  const [aim, aimKey, aimAxis] = AIMS.find(([, key]) => keys.includes(key)) ?? AIMS[0];
   const rolledOut = !keys.includes("rows/trained");
-  const charts = [chart(aim, one(aimKey))];
-  if (evals.length) charts.push(chart(evals.length === 1 ? `Held-out reward (${evals[0].name})` : "Held-out reward", evals));
-  if (rolledOut) charts.push(chart("Completion tokens per call", one("calls/completion_tokens", "tokens")));
-  charts.push(chart("Time per step", parts, { stacked: true, unit: " s" }));
-  if (rolledOut) charts.push(chart("Reward standard deviation per step", one("reward/std")));
-  charts.push(chart("Tokens per second", one("tokens_per_second")));
+  const charts = [chart(aim, one(aimKey), { axis: aimAxis })];
+  if (evals.length) charts.push(chart(evals.length === 1 ? `Held-out reward (${evals[0].name})` : "Held-out reward", evals, { axis: "reward" }));
+  if (rolledOut) charts.push(chart("Completion tokens per call", one("calls/completion_tokens", "tokens"), { axis: "tokens" }));
+  charts.push(chart("Time per step", PARTS.filter(({ key }) => keys.includes(key)), { from: state.metrics.filter((row) => row.step > 0), stacked: true, unit: " s", axis: "seconds" }));
+  if (rolledOut) charts.push(chart("Reward standard deviation per step", one("reward/std"), { axis: "reward" }));
+  charts.push(chart("Tokens per second", one("tokens_per_second"), { axis: "tokens per second" }));
   $("charts").replaceChildren(...charts);
-  $("multiples").replaceChildren(...MULTIPLES.filter(([, key]) => keys.includes(key)).map(([name, key]) => chart(name, one(key), { small: true })));
+  $("multiples").replaceChildren(...MULTIPLES.filter(([, key]) => keys.includes(key)).map(([name, key, axis]) => chart(name, one(key), { small: true, axis })));
   if ($("others").open) $("all").replaceChildren(...keys.filter((k) => k !== "step").sort().map((key) => chart(key, one(key), { small: true })));
   const outcomes = ["completed", "workflow_error", "judge_error", "judge_timeout", "timeout", "no_calls", "invalid_reward", "cancelled", "rejected", "diverged", "worker_died"].map((name) => [name, sum(state.metrics, `rollouts/${name}`)]).filter(([, n]) => n);
   const extra = [["retried attempts", sum(state.metrics, "rollouts/retried")], ["calls that cannot be trained", sum(state.metrics, "calls/invalid")],
@@ -75,8 +78,8 @@ function filterBy(name, value) {
 function renderParts() {
   const { curves } = state.summary, keys = [...new Set(curves.flatMap((row) => Object.keys(row)))];
   const of = (prefix) => keys.filter((key) => key.startsWith(prefix)).sort().slice(0, COLOURS).map((key) => ({ key, name: key.slice(prefix.length) }));
-  const charts = [["Mean reward of calls by role", of("role/")], ["Completion tokens per call by role", of("tokens/")], ["Share of tool calls that failed", of("tool/")]];
-  $("parts").replaceChildren(...charts.filter(([, series]) => series.length).map(([title, series]) => chart(title, series, { from: curves, small: true })));
+  const charts = [["Mean reward of calls by role", of("role/"), "reward"], ["Completion tokens per call by role", of("tokens/"), "tokens"], ["Tool calls that failed", of("tool/"), "share of calls"]];
+  $("parts").replaceChildren(...charts.filter(([, series]) => series.length).map(([title, series, axis]) => chart(title, series, { from: curves, small: true, axis })));
 }
 function renderTables() {
   const split = $("t-split").value, sums = { outcome: new Map(), tool: new Map(), role: new Map() };
@@ -95,7 +98,7 @@ function renderTables() {
     ["Tool calls", ["tool", "calls", "failed", "mean seconds", "total seconds", "mean reward"], rows("tool").map((row) => [row.name, fmt(row.n), share(row.failures, row.n), each(row.seconds, row.timed), row.timed ? fmt(Number(row.seconds.toPrecision(3))) : "–", each(row.reward, row.rewarded)])],
     ["Model calls by role", ["role", "calls", "cut off", "mean tokens", "mean seconds", "mean reward"], named ? rows("role").map((row) => [row.name || "(no role)", fmt(row.n), share(row.failures, row.n), each(row.tokens, row.n), each(row.seconds, row.timed), each(row.reward, row.rewarded)]) : []],
   ].filter(([, , lines]) => lines.length);
-  $("tables").replaceChildren(...found.map(([title, head, lines]) => el("div", { class: "card" }, el("h3", {}, title), el("div", { class: "scroll" }, table(head, lines)))));
+  refill($("tables"), ...found.map(([title, head, lines]) => el("div", { class: "card" }, el("h3", {}, title), el("div", { class: "scroll" }, table(head, lines)))));
   if (!found.length) $("tables").replaceChildren(el("span", { class: "dim" }, "no rollouts yet"));
 }
 function renderSummary() {
@@ -105,10 +108,13 @@ function renderSummary() {
 function renderServed(served) {
   $("served").hidden = !served;
   if (!served) return;
-  const sessions = table(["sessions", "count"], Object.entries(served.sessions).map(([name, n]) => [name, fmt(n)]));
+  const state = (name) => el("button", { type: "button", title: "List these sessions.", on: { click: () => filterBy("outcome", name) } }, name);
+  const sessions = table(["sessions", "count"], Object.entries(served.sessions).map(([name, n]) => [n ? state(name) : name, fmt(n)]));
   const decisions = table(["time", "decision", "version", "compared with", "reason"], served.decisions.map((one) => [new Date(one.at * 1000).toLocaleString(), one.decision, fmt(one.version), fmt(one.beside), one.why]));
-  $("sessions").replaceChildren(el("div", { class: "card" }, sessions), ...(served.decisions.length ? [el("div", { class: "card" }, el("h3", {}, "Decisions about served weights"), el("div", { class: "scroll reasons" }, decisions))] : []));
+  refill($("sessions"), el("div", { class: "card" }, sessions), ...(served.decisions.length ? [el("div", { class: "card" }, el("h3", {}, "Decisions about served weights"), el("div", { class: "scroll reasons" }, decisions))] : []));
 }
+/* What a server has that does not learn. */
+const onlySessions = () => Boolean(state.run?.served) && !state.metrics.length && !state.summary.tables.length;
 function renderHeader() {
   const run = state.run;
   if (!run) return;
@@ -117,8 +123,12 @@ function renderHeader() {
   $("name").textContent = `${run.project} / ${run.name}`;
   $("status").textContent = run.status;
   $("status").className = `status ${left ? (DATA.stopped ? "stopped" : "open") : "completed"}`;
+  const only = onlySessions();
+  for (const id of ["metrics", "totals", "steps", "time", "by-split", "by-step", "by-cause"]) $(id).hidden = only;
+  $("listed").textContent = only ? "Sessions" : run.served ? "Sessions and traces" : "Traces";
+  $("name-of-rows").textContent = only ? "session" : "step-task-rollout";
   $("steps").textContent = run.total_steps ? `step ${steps} of ${run.total_steps}` : `step ${steps}`;
-  $("time").textContent = duration(sum(state.metrics, "time/step"));
+  $("time").textContent = duration(sum(state.metrics, "time/step") + sum(state.metrics.filter((row) => row.step === 0), "time/evaluation"));
   const ago = Date.now() / 1000 - run.updated;
   $("updated").textContent = !run.updated ? "" : LIVE && left ? `last write ${duration(Math.max(0, ago))} ago` : `last write ${new Date(run.updated * 1000).toLocaleString()}`;
   $("settings").textContent = Object.entries(run.settings).filter(([, v]) => v !== null).map(([k, v]) => `${k}: ${v}`).join("   ·   ");

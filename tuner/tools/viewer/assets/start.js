@@ -19,12 +19,12 @@ async function poll() {
     state.metrics = found.from === 0 ? found.rows : state.metrics.concat(found.rows);
     Object.assign(state, { run: found.run, generation: found.generation, complete: found.complete, counted: found.counted, problems: found.problems });
     more = found.more;
-    if (changed || first) renderMetrics();
+    if (changed || first) steady(renderMetrics);
     /* While traces are being read, their display is updated once a second. */
     const now = `${found.state} ${found.counted} ${found.complete}`;
     if (now !== shownState && (first || !more || Date.now() - shownAt > 1000)) {
       state.summary = await get("api/summary", []);
-      renderSummary();
+      steady(renderSummary);
       if (`${found.state} ${found.complete}` !== state.listed || $("f-cause").value) await refreshList();
       state.listed = `${found.state} ${found.complete}`;
       shownAt = Date.now(); shownState = now;
@@ -32,7 +32,7 @@ async function poll() {
     state.failure = "";
     if (first) { openFromLink(); loadRuns().catch((error) => { state.failure = error.message; renderHeader(); }); }
   } catch (error) { more = false; state.failure = error.message; if (!state.run) $("notes").replaceChildren(el("div", { class: "note bad" }, error.message)); }
-  renderHeader();
+  steady(renderHeader);
   setTimeout(poll, more ? 0 : POLL_MS);
 }
 const link = () => new URLSearchParams(location.hash.slice(1));

@@ -14,9 +14,12 @@ function sortTasks(by) {
 }
 /* Loaded only while visible. */
 async function renderTasks() {
-  $("tasks").hidden = !state.summary.tasks;
-  if (!$("tasks").open || !state.summary.tasks) return;
-  try { tasksSeen = LIVE ? await get("api/tasks", []) : DATA.tasks; showTasks(tasksSeen); }
+  /* Without a task that was drawn again there is no course to show, but a selector has its curves. */
+  const again = state.summary.tasks, drawn = state.metrics.some((row) => isNumber(row["tasks/seen"]));
+  $("tasks").hidden = !again && !drawn;
+  $("task-table").parentNode.hidden = !again;
+  if (!$("tasks").open || $("tasks").hidden) return;
+  try { tasksSeen = LIVE ? await get("api/tasks", []) : DATA.tasks; steady(() => showTasks(tasksSeen)); }
   catch (error) { state.failure = error.message; renderHeader(); }
 }
 function showTasks({ total, field, steps, rows }) {
@@ -24,9 +27,9 @@ function showTasks({ total, field, steps, rows }) {
   const of = (key, name) => [{ key, name }], drawn = state.metrics.some((row) => isNumber(row["tasks/seen"]));
   const shares = ["seen", "always", "never"].map((name) => ({ key: `tasks/${name}`, name: { seen: "seen, of all tasks", always: "always passed, of tasks seen", never: "never passed, of tasks seen" }[name] }));
   $("strata").replaceChildren(...[
-    drawn ? chart("Rollouts that passed", of("tasks/passed", "share")) : null,
-    names.length ? chart(`Rollouts that passed, by ${field ?? "value"}`, names.map((key) => ({ key, name: key.slice(6, -7) }))) : null,
-    drawn ? chart("Tasks, by their last rollouts", shares) : null,
+    drawn ? chart("Rollouts that passed", of("tasks/passed", "share"), { axis: "share of rollouts" }) : null,
+    names.length ? chart(`Rollouts that passed, by ${field ?? "value"}`, names.map((key) => ({ key, name: key.slice(6, -7) })), { axis: "share of rollouts" }) : null,
+    drawn ? chart("Tasks, by their last rollouts", shares, { axis: "share of tasks" }) : null,
   ].filter(Boolean));
   const key = TASK_ORDERS[taskOrder.by], sign = taskOrder.up ? 1 : -1;
   const order = (a, b) => { const x = key(a), y = key(b); return sign * (x < y ? -1 : x > y ? 1 : 0) || a.same - b.same; };
@@ -43,7 +46,7 @@ function showTasks({ total, field, steps, rows }) {
     }));
   };
   const shorter = (text) => text.length > 60 ? `${text.slice(0, 59)}…` : text;
-  const name = (row) => el("button", { type: "button", title: `${row.asked}\nList the traces of this task.`, on: { click: () => filterBy("text", row.asked.slice(0, 100)) } }, shorter(row.asked) || "(empty)");
+  const name = (row) => el("button", { type: "button", title: `${row.asked}\nList the traces of this task.`, on: { click: () => filterBy("text", row.asked.split(" … ").pop().slice(0, 100)) } }, shorter(row.asked) || "(empty)");
   const cells = { task: name, stratum: (row) => row.stratum, steps: (row) => fmt(row.taken), rollouts: (row) => fmt(row.n), mean: (row) => fmt(Number(row.mean.toPrecision(3))), change: (row) => row.change === null ? "–" : `${row.change > 0 ? "+" : ""}${fmt(Number(row.change.toPrecision(3)))}` };
   $("task-table").replaceChildren(el("table", {}, el("thead", {}, el("tr", {}, ...heads.map(head), el("th", { scope: "col" }, `mean reward, ${range([steps[0][0], steps[steps.length - 1][1]])}`))),
     el("tbody", {}, ...[...rows].sort(order).map((row) => el("tr", {}, ...heads.map((one) => el("td", { class: "num" }, cells[one](row))), heat(row))))));

@@ -2,6 +2,7 @@
 async function openTrace(row, position = null) {
   const key = keyOf(row);
   state.open = key;
+  if (row.session) state.seen = stateOf(row);
   if (position !== null) list.at = position;
   history.replaceState(null, "", `#${new URLSearchParams({ ...(state.chosen && { run: state.chosen }), trace: key })}`);
   document.querySelector(".browser").classList.add("reading");
@@ -26,22 +27,26 @@ function closeTrace() {
 function facts(entries) {
   return el("div", { class: "facts" }, ...entries.filter(([, v]) => v !== null && v !== undefined && v !== "").map(([name, value]) => el("span", {}, el("span", { class: "dim" }, name + " "), el("b", { class: "num" }, typeof value === "object" ? JSON.stringify(value) : fmt(value)))));
 }
+const SHORTEST = 0.001; /* seconds that are worth a word */
 const json = (value) => typeof value === "string" ? value : JSON.stringify(value, null, 2);
 const fold = (title, ...content) => el("details", {}, el("summary", {}, title), ...content);
 function traceView(body, key) {
   const trace = unpack(body.trace), id = trace.id, nodes = [];
-  nodes.push(el("h3", {}, `${id.split}, step ${id.step}, task ${id.task}, rollout ${id.rollout}`));
-  nodes.push(facts([["outcome", trace.outcome], ["reward", trace.reward], ["attempt", trace.attempt], ["calls", trace.calls.length],
-    ...Object.entries(trace.seconds).map(([name, s]) => [name, isNumber(s) ? `${fmt(s)} s` : s]), ...Object.entries(trace.metrics)]));
+  const { session } = body, spent = Object.entries(trace.seconds).filter(([, s]) => s >= SHORTEST).map(([name, s]) => [name, isNumber(s) ? `${fmt(s)} s` : s]);
+  nodes.push(el("h3", {}, session ? `Session ${session.id}` : `${id.split}, step ${id.step}, task ${id.task}, rollout ${id.rollout}`));
+  nodes.push(facts(session
+    ? [["state", session.state], ["reward", trace.reward], ["calls", trace.calls.length], ["application", session.application], ["group", session.group], ["tags", session.tags.join(", ")],
+      ...["opened", "ended"].map((name) => [name, session[name] && new Date(session[name] * 1000).toLocaleString()]), ...spent, ...Object.entries(session.metadata)]
+    : [["outcome", trace.outcome], ["reward", trace.reward], ["attempt", trace.attempt], ["calls", trace.calls.length], ...spent, ...Object.entries(trace.metrics)]));
   if (trace.error) nodes.push(el("div", { class: "note bad" }, trace.error));
   if (!trace.final) nodes.push(el("div", { class: "note" }, "A retry replaced this attempt: its tokens are never trained."));
   if (trace.origin) nodes.push(originView(trace));
   if (body.tree) nodes.push(treeView(body.tree, id.rollout));
   if (body.no_text && trace.calls.length) nodes.push(el("div", { class: "note" }, body.no_text));
-  nodes.push(el("button", { type: "button", on: { click: () => openTask(key, id) } }, "compare rollouts of this task side by side"));
+  if (!session) nodes.push(el("button", { type: "button", on: { click: () => openTask(key, id) } }, "compare rollouts of this task side by side"));
   nodes.push(fold("task", el("pre", {}, json(trace.task))));
-  if (trace.response) nodes.push(fold("workflow response", el("pre", { class: "text" }, trace.response)));
-  if (trace.feedback) nodes.push(fold("judge feedback", el("pre", { class: "text" }, trace.feedback)));
+  if (trace.response && !session) nodes.push(fold("workflow response", el("pre", { class: "text" }, trace.response)));
+  if (trace.feedback) nodes.push(fold(session ? "feedback" : "judge feedback", el("pre", { class: "text" }, trace.feedback)));
   trace.calls.forEach((call, i) => nodes.push(callView(trace, i, body)));
   return nodes;
 }
@@ -71,15 +76,15 @@ function branchView(trace, branch) {
 }
 /* A remote model returns no ids, only how many tokens it bills. */
 const sampled = (call) => call.billed ? call.billed.output_tokens : call.completion_ids.length - (call.replayed ?? 0);
-const CALL_FIELDS = new Set(["role", "reward", "excluded", "masked", "undelivered", "kept_reasoning_ids", "id", "prompt_ids", "completion_ids", "logprobs", "versions", "sampling", "finish_reason", "messages", "tools", "response", "started", "seconds", "cached_tokens", "invalid", "billed", "replayed"]);
+const CALL_FIELDS = new Set(["role", "reward", "excluded", "masked", "undelivered", "kept_reasoning_ids", "id", "prompt_ids", "completion_ids", "logprobs", "versions", "sampling", "finish_reason", "messages", "tools", "response", "started", "seconds", "cached_tokens", "invalid", "billed", "replayed", "kept", "top_logprobs"]);
 function callView(trace, index, body) {
   const call = trace.calls[index], node = el("section", { class: "call", "aria-label": `call ${index + 1}` });
   const versions = [...new Set(call.versions)], total = call.logprobs.filter(isNumber).reduce((a, b) => a + b, 0);
-  node.append(el("h3", {}, `call ${index + 1} of ${trace.calls.length}` + (call.role ? ` · ${call.role}` : "")));
+  node.append(el("h3", {}, `Call ${index + 1} of ${trace.calls.length}` + (call.role ? ` · ${call.role}` : "")));
   const kept = Array.isArray(call.kept_reasoning_ids) ? call.kept_reasoning_ids.length : call.kept_reasoning_ids;
   node.append(facts([["reward of the call", call.reward], ["finish", call.finish_reason], ["prompt", `${fmt(call.billed ? call.billed.input_tokens : call.prompt_ids.length)} tokens` + (call.cached_tokens ? ` (${fmt(call.cached_tokens)} reused)` : "")], ["sampled", `${fmt(sampled(call))} tokens` + (call.replayed ? ` (${fmt(call.replayed)} replayed)` : "")],
-    ["mean log-prob", call.logprobs.length ? total / call.logprobs.length : null], ["weights version", versions.join(", ")], ["seconds", call.seconds], ["reasoning kept in the prompt", kept ? `${fmt(kept)} tokens` : null],
-    ...Object.entries(call.sampling).filter(([, v]) => !Array.isArray(v) || v.length).map(([name, v]) => [name, name === "seed" ? String(v) : v]),
+    ["mean log-prob", call.logprobs.length ? total / call.logprobs.length : null], ["weights version", versions.join(", ")], ["seconds", call.seconds >= SHORTEST ? call.seconds : null], ["reasoning kept in the prompt", kept ? `${fmt(kept)} tokens` : null],
+    ...Object.entries(call.sampling).map(([name, v]) => [name, name === "seed" ? String(v) : v]),
     ...Object.entries(call).filter(([name, v]) => !CALL_FIELDS.has(name) && v !== null && v !== false)]));
   if (call.invalid) node.append(el("div", { class: "note bad" }, `Not trained: ${call.invalid}`));
   if (call.excluded) node.append(el("div", { class: "note" }, "Not trained: the workflow excluded this call."));
