@@ -39,7 +39,7 @@ from tuner.runs.console import ConsoleMonitor
 from tuner.runs.directory import TRAINER_STATE, Report, reported, run_async
 from tuner.runs.history import History
 from tuner.runs.metrics import evaluation_metrics
-from tuner.runs.record import RunRecord, finished_result, open_directory
+from tuner.runs.record import RunRecord, finished_notice, finished_result, open_directory
 from tuner.runs.recorded import Examples
 from tuner.runs.result import TuneResult
 from tuner.runs.sources import (
@@ -100,12 +100,15 @@ def run_local(
     with open_directory(config, {"train": told, **eval_tasks}) as directory:
         finished = finished_result(directory, config, total_steps)
         if finished is not None:
-            logger.warning("%s is complete; returning its result", directory.path)
+            logger.warning("%s", finished_notice(directory, config, finished))
             report(directory, None)  # the process may have been killed before it was written
             return finished
         record = RunRecord(config, directory, total_steps)
         with reported(directory, report), deterministic_torch(config.tuner.deterministic):
-            return run_async(_run(config, record, workflow, judge, data, eval_tasks))
+            try:
+                return run_async(_run(config, record, workflow, judge, data, eval_tasks))
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt(record.interrupted()) from None
 
 
 async def _run(
@@ -192,11 +195,12 @@ async def _steps(
 
     async def measured(step: int) -> dict[str, float]:
         """Metrics of the weights: evaluations, and the loss of the held-out data."""
+        began = time.perf_counter()
         metrics = await evaluate(step)
-        if config.tuner.history is None:
-            return metrics
-        async with stack.training():
-            return metrics | await aside(partial(source.held_out, trainer))
+        if config.tuner.history is not None:
+            async with stack.training():
+                metrics |= await aside(partial(source.held_out, trainer))
+        return metrics and metrics | {"time/evaluation": time.perf_counter() - began}
 
     def whole(started: float) -> dict[str, float]:
         """Seconds of a step that ends now, and CPU seconds of workers during it."""
@@ -227,7 +231,7 @@ async def _steps(
         last = step == record.last_step
         evaluated = last or is_due(step, config.explorer.eval_interval)
         if evaluated or step == 1:
-            record.show(step, "train", found.traces or ())
+            record.show(step, "train", found.traces or (), replayed=found.replayed)
 
         if found.batch.rows:
             async with stack.training():

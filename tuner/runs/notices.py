@@ -347,97 +347,68 @@ def _why_quiet(
 # Where the time of a run goes, and which setting changes that.
 
 
-"""The metrics of a step."""
-
 DOMINANT = 0.6
-"""Minimum share of the time that is reported."""
-STEPS = 3
-"""Number of steps that are considered together: the first one loads and compiles."""
+"""Minimum share of the time for advice."""
+STEPS, SECONDS = 10, 120.0
+"""Minimum number of steps, and of their seconds, for advice; the first step loads and compiles."""
+SLOTS, AHEAD = 64, 4
+"""Answers at a time, and steps ahead, up to which benchmarks measured that more are faster."""
 
 
-def advice(history: Iterable[Metrics], config: RunConfig) -> tuple[str, str] | None:
-    """The dominant part of the latest steps, and advice; None if nothing dominates or no setting
-    would change it.
+def advice(history: Iterable[Metrics], config: RunConfig) -> str | None:
+    """Advice on the dominant part of a run's time; None if nothing dominates, the run was short, or
+    no setting changes it.
+
+    Each advised change has its gain in a benchmark: `advice` (more rollouts at a time), `async`
+    (collection ahead of training) or `engine` (more answers at a time).
 
     Args:
-        history: Metrics of the latest steps, the last one last.
+        history: Metrics of all steps.
         config: The effective configuration.
-
-    Returns:
-        The part's name, and the sentence.
     """
-    rows = [row for row in history if "time/idle" in row][-STEPS:]
-    if len(rows) < STEPS:
+    rows = [row for row in history if "time/idle" in row][1:]
+    if len(rows) < STEPS or sum(row["time/step"] for row in rows) < SECONDS:
         return None
 
     def seconds(name: str) -> float:
         return fmean(row.get(name, 0.0) for row in rows)
 
     of_rollouts = ("generation", "agent", "judge")
-    parts = {name: seconds(f"time/{name}") for name in (*of_rollouts, "training", "sync")}
-    step = sum(parts.values())
+    whole, parts = seconds("time/step"), {name: seconds(f"time/{name}") for name in of_rollouts}
     busy = sum(seconds(f"rollout_seconds/{name}") for name in of_rollouts)
     queue = seconds("rollout_seconds/queue")
-    more, slots, ahead = _more_at_once(config)
-    if more and queue > busy and seconds("time/idle") >= DOMINANT * step:
-        return "queue", (
-            f"rollouts wait {queue:.1f} s for a free slot and then take {busy:.1f} s: {more}, if "
-            "tools and memory allow it"
-        )
+    more, answers, ahead = _more_at_once(config)
     name = max(parts, key=lambda part: parts[part])
-    if parts[name] < DOMINANT * step:
-        return None
-    found = ""
-    if name == "agent":
-        slowest = "end the slowest early (explorer.over_rollout, tuner.max_tool_seconds)"
-        found = f"is waiting for the agents' own code and tools: {_either(ahead, more, slowest)}"
-    elif name == "judge" and (ahead or more):
-        found = f"is waiting for the judge: {_either(ahead, more)}"
-    elif name == "generation" and (more or slots):
-        together = " and ".join(filter(None, (more, slots)))
-        found = f"is waiting for answers: {together} to generate more of them together"
-    elif name == "sync":
-        found = (
-            "is sending new weights to the engine: larger steps (buffer.batch_size) do it less "
-            "often"
+    if more and name != "generation" and queue > busy and sum(parts.values()) >= DOMINANT * whole:
+        return (
+            f"advice: rollouts wait {queue:.1f} s for a free slot and then take {busy:.1f} s: "
+            f"{more}, if tools and memory allow it"
         )
-    elif name == "training" and not config.synchronizer.sync_offset:  # otherwise this is normal
-        found = _longer_micro_batches(rows, config)
-    whole = f"{parts[name] / step:.0%} of a step {found} (docs/training.md)"
-    return (name, whole) if found else None
+    changes = (answers,) if name == "generation" else (ahead, more)
+    if parts[name] < DOMINANT * whole or not any(changes):
+        return None
+    what = {"agent": "the agents' own code and tools", "judge": "the judge"}.get(name, name)
+    return (
+        f"advice: {parts[name] / whole:.0%} of the time is {what}: "
+        f"{', or '.join(filter(None, changes))} (docs/training.md)"
+    )
 
 
 def _more_at_once(config: RunConfig) -> tuple[str, str, str]:
     """Settings that run more rollouts at a time, generate more answers at a time, and collect
-    further ahead of training; each empty if it would change nothing."""
+    further ahead of training; each empty if it would change nothing, or its gain is unknown."""
     offset, runners = config.synchronizer.sync_offset, config.explorer.runner_per_model
     if config.tuner.deterministic:  # one rollout at a time, and none ahead of training
         return "", "", ""
     under_way = config.buffer.batch_size * config.algorithm.repeat_times * (1 + offset)
-    more = f"raise explorer.runner_per_model (now {runners})" if runners < under_way else ""
-    slots, at_once = config.tuner.max_slots, under_way if more else min(runners, under_way)
+    slots, useful = config.tuner.max_slots, min(under_way, SLOTS)
+    limits = {"explorer.runner_per_model": runners, "tuner.max_slots": slots}
+    low = [f"{name} (now {value})" for name, value in limits.items() if value < useful]
+    further = f"raise synchronizer.sync_offset (now {offset})" if offset < AHEAD else ""
     return (
-        more,
-        f"raise tuner.max_slots (now {slots})" if slots < at_once else "",
-        f"raise synchronizer.sync_offset (now {offset})"
+        f"raise explorer.runner_per_model (now {runners})" if runners < under_way else "",
+        f"raise {' and '.join(low)} to {useful}" if low else "",
+        further
         if offset
         else "set synchronizer.sync_offset, so that collection runs ahead of training",
     )
-
-
-def _longer_micro_batches(rows: Sequence[Metrics], config: RunConfig) -> str:
-    """Advice if each update is cut into several micro-batches; else empty."""
-    counts = [row.get("train/micro_batches", 1) for row in rows]
-    if min(counts) < 2:
-        return ""
-    tokens = config.trainer.max_token_len_per_gpu or "not set: 2 contexts"
-    return (
-        f"is training, and an update is cut into {max(counts):.0f} micro-batches: a larger "
-        f"trainer.max_token_len_per_gpu (now {tokens}) uses the device better, if memory allows it"
-    )
-
-
-def _either(*options: str) -> str:
-    """The options that are not empty, as a list."""
-    *others, last = filter(None, options)
-    return f"{', '.join(others)}, or {last}" if others else last
