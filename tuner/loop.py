@@ -35,6 +35,7 @@ from tuner.config import RunConfig
 from tuner.errors import TrainingError
 from tuner.gateway import SamplingDefaults
 from tuner.rollouts import Rollouts, StepPlan
+from tuner.rollouts.chat_models import quiet_agents
 from tuner.runs.console import ConsoleMonitor
 from tuner.runs.directory import TRAINER_STATE, Report, reported, run_async
 from tuner.runs.history import History
@@ -100,11 +101,18 @@ def run_local(
     with open_directory(config, {"train": told, **eval_tasks}) as directory:
         finished = finished_result(directory, config, total_steps)
         if finished is not None:
-            logger.warning("%s", finished_notice(directory, config, finished))
+            logger.warning("%s", finished_notice(directory, finished))
             report(directory, None)  # the process may have been killed before it was written
             return finished
         record = RunRecord(config, directory, total_steps)
-        with reported(directory, report), deterministic_torch(config.tuner.deterministic):
+        with (
+            reported(directory, report),
+            deterministic_torch(config.tuner.deterministic),
+            quiet_agents() as quiet,
+        ):
+            record.console.say(record.beginning())
+            if quiet is not None and workflow is not None:
+                record.console.say(quiet)
             try:
                 return run_async(_run(config, record, workflow, judge, data, eval_tasks))
             except KeyboardInterrupt:

@@ -12,6 +12,7 @@ from tuner.rollouts.agentscope1 import (
     RemoteChatModel,
     agentscope1_remote_model,
     agentscope_version,
+    quiet_agents,
     require_agentscope1,
 )
 from tuner.rollouts.agentscope2 import require_agentscope2
@@ -34,6 +35,7 @@ __all__ = [
     "load_kind",
     "remote_chat_model",
     "remote_client",
+    "quiet_agents",
     "require_agentscope1",
     "require_agentscope2",
     "trinity_chat_model_class",

@@ -11,7 +11,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from filelock import FileLock
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tuner.config.keys import check_path, located, require_gguf
+from tuner.config.keys import check_path, hub_or_cache, located, require_gguf
 from tuner.config.schema import DEFAULT_ALPHA, DEFAULT_RANK, DEFAULT_TARGETS, LoraSection
 from tuner.engines.request import end_ids_of
 from tuner.errors import ConfigError, MissingDependencyError, ModelLoadError, pip_install
@@ -108,6 +108,15 @@ def quiet_transformers() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def from_hub(path: str, setting: str) -> Iterator[None]:
+    """While the block runs, transformers shows no progress bars, and loads a name on the Hub from
+    the cache if the Hub cannot be reached."""
+    named = located(path, setting) is None
+    with quiet_transformers(), hub_or_cache() if named else nullcontext():
+        yield
 
 
 def _converted(file: Path, path: str, setting: str) -> Path:
@@ -252,7 +261,7 @@ def load_model(
     folder = model_folder(path, setting)
     if (Path(path).expanduser() / ADAPTER_CONFIG).exists():
         raise ModelLoadError(_not_an_adapter(path, setting))
-    with loading(described(path, setting), "a causal language model"), quiet_transformers():
+    with loading(described(path, setting), "a causal language model"), from_hub(path, setting):
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     if hasattr(model, "peft_config"):  # on the Hub
         raise ModelLoadError(_not_an_adapter(path, setting))
@@ -325,7 +334,7 @@ def load_tokenizer(path: str, *, setting: str = "model.model_path") -> Any:
     from transformers import AutoTokenizer
 
     folder = model_folder(path, setting)
-    with loading(described(path, setting), "a tokenizer"):
+    with loading(described(path, setting), "a tokenizer"), from_hub(path, setting):
         tokenizer = AutoTokenizer.from_pretrained(folder)
     if tokenizer.eos_token_id is None:
         raise ModelLoadError(
@@ -340,7 +349,7 @@ def load_settings(path: str, *, setting: str = "model.model_path") -> Any:
     from transformers import AutoConfig
 
     folder = model_folder(path, setting)
-    with loading(described(path, setting), "a language model"):
+    with loading(described(path, setting), "a language model"), from_hub(path, setting):
         return AutoConfig.from_pretrained(folder)
 
 

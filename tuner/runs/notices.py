@@ -11,10 +11,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Any
 
 from tuner.config import RunConfig
 from tuner.runs.console import CHARACTERS, said
-from tuner.traces import Call, Outcome, Trace, without_vote
+from tuner.traces import Call, Outcome, Trace, failed_result, without_vote
 
 Metrics = Mapping[str, float]
 """The metrics of a step."""
@@ -72,6 +73,8 @@ LEVELS: Mapping[str, tuple[float, ...]] = {
     "cut off": (0.2, 0.5),
     "unreadable": (0.2, 0.5),
     "equal": (0.75,),
+    "not offered": (0.05, 0.2, 0.5),
+    "failed tools": (0.2, 0.5),
 }
 """Shares at which a finding is reported. A small model that begins to learn has smaller ones."""
 
@@ -95,6 +98,92 @@ def call_findings(traces: Sequence[Trace], settings: CallSettings) -> list[Findi
         )
         found.append(Finding("unreadable", len(unreadable) / len(calls), sentence))
     return found
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A readable tool call of a model's answer.
+
+    Attributes:
+        name: The tool.
+        offered: Names of the tools that the request offers; empty if they are not known.
+        failure: The result, if it says that the tool failed.
+    """
+
+    name: str
+    offered: Sequence[str]
+    failure: str | None
+
+
+def tool_calls(traces: Sequence[Trace]) -> list[ToolCall]:
+    """The tool calls of final attempts, in chat completions."""
+    found = []
+    for trace in traces:
+        calls = [call for call in trace.calls if trace.final and not call.given_back]
+        results: dict[Any, str] = {
+            message.get("tool_call_id"): str(message.get("content"))
+            for call in calls
+            for message in call.messages
+            if message.get("role") == "tool"
+        }
+        for call in calls:
+            offered = [str(one.get("function", one).get("name")) for one in call.tools]
+            for made in call.response.get("tool_calls") or ():
+                result = results.get(made.get("id"), "")
+                failure = result if failed_result(result) else None
+                found.append(ToolCall(str(made["function"]["name"]), offered, failure))
+    return found
+
+
+def tool_findings(traces: Sequence[Trace]) -> list[Finding]:
+    """Share of the tool calls whose tool was not offered, and of the others that failed."""
+    calls = tool_calls(traces)
+    invented = [call for call in calls if call.offered and call.name not in call.offered]
+    made = [call for call in calls if not call.offered or call.name in call.offered]
+    failed = [call for call in made if call.failure is not None]
+    found = []
+    if invented:
+        names = Counter(call.name for call in invented)
+        sentence = (
+            f"{len(invented)} of {len(calls)} tool calls are of tools that the request does not "
+            f"offer, most often {names.most_common(1)[0][0]!r:.60}; it offers "
+            f"{', '.join(invented[0].offered)}: name them in the system prompt"
+        )
+        found.append(Finding("not offered", len(invented) / len(calls), sentence))
+    if failed:
+        name, count = Counter(call.name for call in failed).most_common(1)[0]
+        example = next(call.failure for call in failed if call.name == name) or ""
+        sentence = (
+            f"{len(failed)} of {len(made)} tool calls failed, most often ({count} times) {name}: "
+            f"{' '.join(example.split()):.{CHARACTERS}}"
+        )
+        found.append(Finding("failed tools", len(failed) / len(made), sentence))
+    return found
+
+
+def figures(traces: Sequence[Trace]) -> list[str]:
+    """Calls, reward and share that was cut off of each role, and calls and failures of each tool;
+    nothing without roles and tools."""
+    roles: defaultdict[str, list[tuple[Call, float | None]]] = defaultdict(list)
+    for trace in traces:
+        for call in trace.calls if trace.final else ():
+            if call.role is not None and not call.given_back:
+                own = trace.reward if call.reward is None else call.reward
+                roles[call.role].append((call, own))
+    lines = []
+    for role, calls in sorted(roles.items()):
+        rewards = [reward for _, reward in calls if reward is not None]
+        cut = fmean(call.finish_reason == "length" for call, _ in calls)
+        reward = f", reward {fmean(rewards):.3f}" if rewards else ""
+        lines.append(f"role {role}: {len(calls)} calls{reward}, {cut:.0%} cut off")
+    tools: defaultdict[str, list[bool]] = defaultdict(list)
+    for made in tool_calls(traces):
+        offered = not made.offered or made.name in made.offered
+        name = made.name if offered else "(not offered)"
+        tools[name].append(made.failure is not None or not offered)
+    for name, failures in sorted(tools.items()):
+        lines.append(f"tool {name}: {len(failures)} calls, {fmean(failures):.0%} failed")
+    return lines
 
 
 def _limit(cut: Sequence[Call], settings: CallSettings) -> str:
@@ -164,7 +253,8 @@ def _groups(traces: Sequence[Trace]) -> list[list[float]]:
 
 class Notices:
     """Reports lost signal: when a share reaches one of `LEVELS`, and again only when it reaches a
-    higher level or has been below half of the lowest in between.
+    higher level or has been below half of the lowest in between. The first step's figures of roles
+    and tools are reported, too.
 
     Args:
         settings: Those of the run.
@@ -175,13 +265,16 @@ class Notices:
         self._settings = settings
         self._compared = compared
         self._reached: dict[str, int] = {}
+        self._figures_said = False
 
     def of(self, step: int, traces: Sequence[Trace], signal: SignalHistory) -> list[str]:
         """Messages that are due after a step, whose metrics `signal` includes."""
-        findings = {one.kind: one for one in call_findings(traces, self._settings)}
+        found_now = [*call_findings(traces, self._settings), *tool_findings(traces)]
+        findings = {one.kind: one for one in found_now}
         if self._compared and (equal := equal_groups(traces, signal)) is not None:
             findings[equal.kind] = equal
-        due = []
+        due = [] if self._figures_said else [f"step {step}: {line}" for line in figures(traces)]
+        self._figures_said = self._figures_said or bool(due)
         for kind, levels in LEVELS.items():
             found = findings.get(kind)
             reached = sum(found.share >= level for level in levels) if found else 0

@@ -93,13 +93,11 @@ class RunRecord:
         return range(self.start + 1, self.last_step + 1)
 
     def open(self, decisions: Sequence[str]) -> None:
-        """Announce how the run resumes and start logging; entries after the last checkpoint are
-        deleted.
+        """Start logging; entries after the last checkpoint are deleted.
 
         Args:
             decisions: Decisions about its parts, one sentence each.
         """
-        self.console.say(self._beginning())
         for sentence in decisions:
             self.console.say(sentence)
         config = self.config
@@ -114,7 +112,7 @@ class RunRecord:
             args=config.monitor.monitor_args,
         )
 
-    def _beginning(self) -> str:
+    def beginning(self) -> str:
         """Where the run is written, and from where it resumes."""
         path = self.directory.path
         if not self._resumes:
@@ -323,7 +321,7 @@ def finished_result(
     return result if done else None
 
 
-def finished_notice(directory: RunDirectory, config: RunConfig, result: TuneResult) -> str:
+def finished_notice(directory: RunDirectory, result: TuneResult) -> str:
     """Says that a complete run was started again, and how to begin a new one."""
     path = directory.path
     return (

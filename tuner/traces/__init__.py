@@ -9,6 +9,7 @@ from tuner.traces.trace import (
     Outcome,
     RolloutId,
     Trace,
+    failed_result,
     untrainable,
     without_vote,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "TreeRow",
     "Usage",
     "branches",
+    "failed_result",
     "read_traces",
     "successors",
     "untrainable",

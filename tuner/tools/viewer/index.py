@@ -21,7 +21,7 @@ from typing import Any
 from tuner.errors import TunerError
 from tuner.runs.directory import METRICS
 from tuner.tasks.datasets import row_text
-from tuner.traces import Origin, branches
+from tuner.traces import Origin, branches, failed_result
 from tuner.traces.reading import InvalidRecord, open_file
 from tuner.traces.store import STORED, is_one_path, trace_from_json
 
@@ -32,8 +32,6 @@ SHOWN = 160
 SEARCHED = 2000
 # Fields of a task with the question; lists show them first.
 ASKING = ("question", "prompt", "problem", "instruction", "query", "input", "task", "messages")
-# Beginnings of tool results that frameworks use for failures.
-FAILED = ("error", "an error occurred", "traceback (most recent call last)", "exception:")
 UNREADABLE = "(unreadable call)"
 
 
@@ -228,7 +226,7 @@ def tool_uses(trace: Json) -> Iterator[tuple[str, bool, float | None]]:
             key = message.get("tool_call_id") if isinstance(message, dict) else None
             if key in pending:
                 name, ended = pending.pop(key)
-                yield name, _failed(_text(message.get("content"))), call["started"] - ended
+                yield name, failed_result(_text(message.get("content"))), call["started"] - ended
         if given_back(call):
             continue
         for number, tool in enumerate(call["response"].get("tool_calls") or ()):
@@ -238,16 +236,6 @@ def tool_uses(trace: Json) -> Iterator[tuple[str, bool, float | None]]:
             yield UNREADABLE, True, None
     for name, _ in pending.values():
         yield name, False, None
-
-
-def _failed(result: str) -> bool:
-    start = result.lstrip()
-    if start.startswith("{"):
-        try:
-            return bool(json.loads(start).get("error"))
-        except ValueError:
-            return False
-    return start[:40].lower().startswith(FAILED)
 
 
 def _calls(trace: Json) -> Iterator[dict[str, Any]]:
