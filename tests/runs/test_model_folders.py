@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import time
 from types import SimpleNamespace
 
 import gguf
@@ -12,6 +13,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from tests.kit import forked, gguf_files, runs
+from tuner.config import keys
 from tuner.errors import ConfigError, ModelLoadError
 from tuner.loop import run_local
 from tuner.runs import models as model_folders
@@ -282,3 +284,23 @@ def test_a_killed_run_resumes_with_the_same_path(file, tmp_path):
     gguf_files.write(file, tensors=gguf_files.weights(seed=1))
     with pytest.raises(ConfigError, match=r"the weights at model\.model_path have changed"):
         train()
+
+
+def test_without_a_network_a_name_on_the_hub_fails_at_once_with_one_sentence(
+    tmp_path, monkeypatch, caplog
+):
+    def retry(seconds):
+        raise AssertionError("it waits, to try again")
+
+    monkeypatch.setattr(time, "sleep", retry)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("NO_PROXY", "*")
+    keys._hub_answers.cache_clear()
+    try:
+        with pytest.raises(ModelLoadError, match=r"\(http://127.0.0.1:9\) cannot be reached"):
+            load_tokenizer("nobody/nothing")
+    finally:
+        keys._hub_answers.cache_clear()
+    assert "etrying" not in caplog.text

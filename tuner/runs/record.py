@@ -191,13 +191,15 @@ class RunRecord:
         if last >= first:
             many = f"step {first}" if last == first else f"steps {first} to {last}"
             kept.append(f"the rollouts of {many}, which are not sampled again")
-        # The same command would begin another run beside this one.
+        # Without these the same command would begin another run beside this one.
         fresh = not self.config.continue_from_checkpoint
-        settings = ("continue_from_checkpoint=true", f"name={directory.path.name}")
+        settings = ("continue_from_checkpoint=true",) if fresh else ()
+        if fresh or "name" not in self.config.model_fields_set:
+            settings += (f"name={directory.path.name}",)
         return (
             f"interrupted after step {done} of {self.total_steps}\n"
             f"kept in {directory.path}: {' and '.join(kept) or 'nothing'}\n"
-            f"to continue: {command(*settings if fresh else ())}"
+            f"to continue: {command(*settings)}"
         )
 
     def finish(self, updates: int, *, rows: Mapping[str, int]) -> TuneResult:
@@ -240,8 +242,9 @@ def command(*settings: str) -> str:
     if arguments and Path(arguments[0]).name == "tuner":
         program, *arguments = "tuner", *arguments[1:]
     given = [one for one in arguments if "=" in one and not one.startswith("-")]
-    if "ipykernel" in sys.modules:
-        program, arguments, given = "run the cell again", [], []
+    if "ipykernel" in sys.modules or sys.argv[:1] == ["-c"]:
+        again = "run the cell again" if "ipykernel" in sys.modules else "the same command"
+        program, arguments, given = again, [], []
     replaced = tuple(f"{setting.partition('=')[0]}=" for setting in settings)
     kept = [one for one in arguments if not (replaced and one.startswith(replaced))]
     shown = shlex.join([program, *kept]) if arguments else program
