@@ -83,8 +83,8 @@ def test_a_step_is_plain_lines_of_at_most_100_columns_where_there_is_no_terminal
         ],
     )
     assert text.splitlines() == [
-        "step 1/5  reward 0.500  held-out reward (test) 0.750  test: 1 failed  2 timeout  12 tokens/call",
-        "    1000 tokens/s  30.0 s  2 min 00 s left",
+        "step 1/5  reward 0.500  held-out (test) 0.750  test: 1 failed  2 timeout  12 tokens/call",
+        "    1000 tokens/s  30.0 s  2 min left",
     ]
 
 

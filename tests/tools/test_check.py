@@ -46,7 +46,9 @@ def prepared(random_model_path, tmp_path):
 def test_verdict_shows_prompt_mask_rewards_and_costs_and_writes_nothing(prepared, tmp_path):
     enough = (f"model.model_path={TINY_MATH}", "model.max_response_tokens=100")
     rewards = iter([1.0, 0.0])
-    verdict = check_run(prepared(workflow, *enough, judge=lambda task, response: JudgeOutput(reward=next(rewards))))
+    verdict = check_run(
+        prepared(workflow, *enough, judge=lambda task, response: JudgeOutput(reward=next(rewards)))
+    )
     assert verdict.ready, verdict.text
     assert verdict.text.endswith("READY: both rollouts completed.")
     for text in (
@@ -65,7 +67,9 @@ def test_verdict_shows_prompt_mask_rewards_and_costs_and_writes_nothing(prepared
 
 def test_rollouts_of_which_one_was_cut_off_or_that_teach_nothing_are_doubtful(prepared):
     enough = (f"model.model_path={TINY_MATH}", "model.max_response_tokens=100")
-    verdict = check_run(prepared(workflow, *enough, judge=lambda task, response: JudgeOutput(reward=0.0)))
+    verdict = check_run(
+        prepared(workflow, *enough, judge=lambda task, response: JudgeOutput(reward=0.0))
+    )
     assert verdict.ready
     assert "DOUBTFUL: both rollouts completed, but nothing can be learned" in verdict.text
     assert "READY" not in verdict.text

@@ -26,8 +26,8 @@ from tuner.rollouts.limits import (
     contained,
 )
 from tuner.tasks.functions import (
-    JudgeOutput,
     SPENT,
+    JudgeOutput,
     Rejected,
     WorkflowOutput,
     call_group_judge,

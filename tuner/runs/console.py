@@ -219,7 +219,7 @@ class ConsoleMonitor:
         parts = [f"step {step}/{self._total}"] if step else ["before training:"]
         if "reward/mean" in metrics:
             parts.append(f"reward {metrics['reward/mean']:.3f}")
-        parts += _evaluations(metrics)
+        parts += _evaluations(metrics, "held-out" if step else "held-out reward")
         parts += [f"{name} {metrics[key]:.3f}" for key, name in _SHOWN.items() if key in metrics]
         if "rows/trained" in metrics:
             parts.append(f"loss {metrics['train/loss']:.4g}")
@@ -247,7 +247,8 @@ class ConsoleMonitor:
             return ""
         # The mean of recent steps: evaluations count too, and occur only in some steps.
         seconds = statistics.fmean(self._seconds[-20:]) * (self._total - done)
-        return f"{duration(seconds)} left"
+        left = f"{seconds / 60:.0f} min" if 60 <= seconds < 3600 else duration(seconds)
+        return f"{left} left"
 
 
 COLUMNS = 100
@@ -315,13 +316,13 @@ def said(call: Call) -> str:
     return " ".join(filter(None, parts)) or f"(no text; {call.finish_reason})"
 
 
-def _evaluations(metrics: Mapping[str, float]) -> list[str]:
+def _evaluations(metrics: Mapping[str, float], label: str) -> list[str]:
     parts = []
     for name, value in metrics.items():
         _, _, rest = name.partition("eval/")
         of, _, what = rest.rpartition("/")
         if what == "reward":
-            parts.append(f"held-out reward ({of}) {value:.3f}")
+            parts.append(f"{label} ({of}) {value:.3f}")
         elif what.startswith("pass_"):
             parts.append(f"{of} {what} {value:.3f}")
         elif rest and what == "failed" and value:

@@ -111,6 +111,20 @@ def quiet_transformers() -> Iterator[None]:
 
 
 @contextmanager
+def quiet_import(library: str) -> Iterator[None]:
+    """Hide Python's warnings, and those that a library logs, while it is imported."""
+    log = logging.getLogger(library)
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
+
+
+@contextmanager
 def from_hub(path: str, setting: str) -> Iterator[None]:
     """While the block runs, transformers shows no progress bars, and loads a name on the Hub from
     the cache if the Hub cannot be reached."""
@@ -613,7 +627,8 @@ class Adapter:
 def require_peft() -> None:
     """Raises MissingDependencyError if peft is not installed."""
     try:
-        import peft  # noqa: F401  # whether it can be
+        with quiet_import("bitsandbytes"):  # which peft imports where it is installed
+            import peft  # noqa: F401  # whether it can be
     except ImportError as error:
         raise MissingDependencyError(
             f"model.lora_configs needs the library peft ({error}): {pip_install('lora')}"

@@ -368,9 +368,8 @@ def _scores(run: RunPlan, candidate: Candidate, folder: Path | None) -> Candidat
         make_private(folder)
         write_atomically(own.config, config.to_yaml())
         store = TraceStore(own.traces)
-    with deterministic_torch(config.tuner.deterministic):
-        with quiet_agents():
-            sets = asyncio.run(_try(replace(run, config=config), candidate.name, store))
+    with deterministic_torch(config.tuner.deterministic), quiet_agents():
+        sets = asyncio.run(_try(replace(run, config=config), candidate.name, store))
     gc.collect()  # reference cycles would keep the model in memory while the next one loads
     return CandidateScores(name=candidate.name, path=candidate.path, sets=sets)
 
