@@ -146,8 +146,10 @@ def forms(text: str) -> set[str]:
     found = set()
     for line in text.splitlines():
         line = line.rstrip()
+        if line.startswith(("┌", "└", "        ")):  # as wide as what is in them
+            continue
         if line.startswith("│"):
-            found.add(f"│ {line.split('│')[1].strip()}")
+            found.add(f"│ {line.split('│')[1].partition('(')[0].strip()}")
         elif (field := re.match(r"    (task\.|model|tool result)", line)) is not None:
             found.add(field[0])
         elif line.startswith(("run directory: ", "to begin a new run", "to continue: ")):

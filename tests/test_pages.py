@@ -68,7 +68,7 @@ def test_the_recordings_of_the_terminal_have_the_form_of_a_run(
     """Labels, not numbers: `python -m docs.recordings` makes them again."""
     for _ in range(2):
         result = run_local(
-            runs.config(random_model_path, tmp_path, "buffer.total_steps=4"),
+            runs.config(random_model_path, tmp_path, "buffer.total_steps=2"),
             workflow=runs.workflow,
             judge=runs.judge,
             train_tasks=runs.TRAIN,

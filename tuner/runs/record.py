@@ -193,9 +193,9 @@ class RunRecord:
             kept.append(f"the rollouts of {many}, which are not sampled again")
         # Without these the same command would begin another run beside this one.
         fresh = not self.config.continue_from_checkpoint
-        settings = ("continue_from_checkpoint=true",) if fresh else ()
+        settings = ["continue_from_checkpoint=true"] if fresh else []
         if fresh or "name" not in self.config.model_fields_set:
-            settings += (f"name={directory.path.name}",)
+            settings.append(f"name={directory.path.name}")
         return (
             f"interrupted after step {done} of {self.total_steps}\n"
             f"kept in {directory.path}: {' and '.join(kept) or 'nothing'}\n"
