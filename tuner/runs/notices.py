@@ -15,7 +15,8 @@ from typing import Any
 
 from tuner.config import RunConfig
 from tuner.runs.console import CHARACTERS, said
-from tuner.traces import Call, Outcome, Trace, failed_result, without_vote
+from tuner.traces import Call, Outcome, Trace, without_vote
+from tuner.traces.trace import failed_result
 
 Metrics = Mapping[str, float]
 """The metrics of a step."""

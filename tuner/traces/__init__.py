@@ -9,7 +9,6 @@ from tuner.traces.trace import (
     Outcome,
     RolloutId,
     Trace,
-    failed_result,
     untrainable,
     without_vote,
 )
@@ -32,7 +31,6 @@ __all__ = [
     "TreeRow",
     "Usage",
     "branches",
-    "failed_result",
     "read_traces",
     "successors",
     "untrainable",

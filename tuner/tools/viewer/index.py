@@ -21,9 +21,10 @@ from typing import Any
 from tuner.errors import TunerError
 from tuner.runs.directory import METRICS
 from tuner.tasks.datasets import row_text
-from tuner.traces import Origin, branches, failed_result
+from tuner.traces import Origin, branches
 from tuner.traces.reading import InvalidRecord, open_file
 from tuner.traces.store import STORED, is_one_path, trace_from_json
+from tuner.traces.trace import failed_result
 
 Json = dict[str, Any]
 
