@@ -102,7 +102,7 @@ def call_findings(traces: Sequence[Trace], settings: CallSettings) -> list[Findi
 
 
 @dataclass(frozen=True)
-class ToolCall:
+class ToolUse:
     """A readable tool call of a model's answer.
 
     Attributes:
@@ -116,7 +116,7 @@ class ToolCall:
     failure: str | None
 
 
-def tool_calls(traces: Sequence[Trace]) -> list[ToolCall]:
+def tool_calls(traces: Sequence[Trace]) -> list[ToolUse]:
     """The tool calls of final attempts, in chat completions."""
     found = []
     for trace in traces:
@@ -132,7 +132,7 @@ def tool_calls(traces: Sequence[Trace]) -> list[ToolCall]:
             for made in call.response.get("tool_calls") or ():
                 result = results.get(made.get("id"), "")
                 failure = result if failed_result(result) else None
-                found.append(ToolCall(str(made["function"]["name"]), offered, failure))
+                found.append(ToolUse(str(made["function"]["name"]), offered, failure))
     return found
 
 
