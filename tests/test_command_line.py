@@ -94,3 +94,16 @@ def test_version(capsys, monkeypatch):
     status, output, _ = said(capsys, monkeypatch, "--version")
     assert not status
     assert output == f"agentscope-tuner {tuner.__version__}\n"
+
+
+def test_an_interrupted_command_says_what_is_kept_and_ends_like_ctrl_c(monkeypatch, capsys):
+    def interrupted(**arguments):
+        raise KeyboardInterrupt("interrupted after step 2\nto continue: tuner run c.yaml")
+
+    monkeypatch.setattr(cli, "functions_of", lambda *_: cli.NamedFunctions(None, None, "local"))
+    monkeypatch.setattr("tuner.tune.tune", interrupted)
+    monkeypatch.setattr(sys, "argv", ["tuner", "run", "c.yaml"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == cli.INTERRUPTED
+    assert "to continue: tuner run c.yaml" in capsys.readouterr().err
