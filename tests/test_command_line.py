@@ -2,6 +2,7 @@
 
 import sys
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -101,7 +102,7 @@ def test_an_interrupted_command_says_what_is_kept_and_ends_like_ctrl_c(monkeypat
         raise KeyboardInterrupt("interrupted after step 2\nto continue: tuner run c.yaml")
 
     monkeypatch.setattr(cli, "functions_of", lambda *_: cli.NamedFunctions(None, None, "local"))
-    monkeypatch.setattr("tuner.tune.tune", interrupted)
+    monkeypatch.setattr(import_module("tuner.tune"), "tune", interrupted)
     monkeypatch.setattr(sys, "argv", ["tuner", "run", "c.yaml"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
