@@ -1,7 +1,5 @@
 """The numbers of a step, and what a run that cannot learn says."""
 
-import asyncio
-import time
 from dataclasses import replace
 
 import pytest
@@ -14,7 +12,6 @@ from tuner.runs.metrics import (
     rollout_metrics,
     time_split,
 )
-from tuner.tasks.functions import SPENT, JudgeOutput, call_judge
 from tuner.traces import Outcome
 from tuner.training.batch import build_batch
 
@@ -173,19 +170,3 @@ def test_an_evaluation_without_repeats_has_the_mean_and_its_interval_alone():
         "eval/held/reward": 1.0,
         "eval/held/failed": 0,
     }
-
-
-async def test_the_seconds_of_a_judge_are_its_own_and_not_the_wait_for_its_turn():
-    def judge(task, response):
-        return JudgeOutput(reward=1.0)
-
-    async def busy():
-        until = time.perf_counter() + 0.2
-        while time.perf_counter() < until:
-            pass
-
-    own, nothing = [], {"task": {}, "response": "", "auxiliary_models": {}, "logger": None}
-    SPENT.set(own)
-    await asyncio.gather(call_judge(judge, **nothing), busy())
-    assert len(own) == 1
-    assert own[0] < 0.1
