@@ -4,6 +4,7 @@ import errno
 import os
 import sys
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -195,3 +196,16 @@ def test_errors_of_another_kind_are_left_as_they_are(error):
 def test_too_little_memory_is_one_sentence(error):
     with pytest.raises(TunerError, match=r"too little memory .*ulimit -v"), system_faults():
         raise error
+
+
+def test_an_interrupted_command_says_what_is_kept_and_ends_like_ctrl_c(monkeypatch, capsys):
+    def interrupted(**arguments):
+        raise KeyboardInterrupt("interrupted after step 2\nto continue: tuner run c.yaml")
+
+    monkeypatch.setattr(cli, "functions_of", lambda *_: cli.NamedFunctions(None, None, "local"))
+    monkeypatch.setattr(import_module("tuner.tune"), "tune", interrupted)
+    monkeypatch.setattr(sys, "argv", ["tuner", "run", "c.yaml"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == cli.INTERRUPTED
+    assert "to continue: tuner run c.yaml" in capsys.readouterr().err

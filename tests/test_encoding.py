@@ -111,7 +111,7 @@ def test_a_console_of_any_encoding_shows_every_line_of_a_run(encoding, terminal,
     with ConsoleMonitor(2, console) as monitor:
         monitor.begin("step 1", 1, step=1)
         monitor.rollout_done(replace(shown, outcome=Outcome.JUDGE_ERROR))
-        monitor.samples([replace(shown, reward=1.0, calls=(said,))])
+        monitor.samples([replace(shown, reward=1.0, calls=(said,))], 1)
         monitor.say(TEXT)
     assert content(stream).count(displayable(TEXT, encoding)) == 4
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from docs import tables
+from docs import recordings, tables
 from tests.kit import forked, runs
 from tests.pages import MARKDOWN, PAGES, ROOT, Block, blocks, marked_blocks, parsed
 from tuner.config import load_config
 from tuner.loop import run_local
+from tuner.tune import leave_report
 
 
 def anchors(page: Path) -> set[str]:
@@ -59,6 +60,28 @@ def test_generated_pages_are_current(page):
 )
 def test_generated_pages_say_so(page):
     assert "do not edit" in "".join(page.read_text(encoding="utf-8").splitlines()[:3])
+
+
+def test_the_recordings_of_the_terminal_have_the_form_of_a_run(
+    random_model_path, tmp_path, capsys, caplog
+):
+    """Labels, not numbers: `python -m docs.recordings` makes them again."""
+    for _ in range(2):
+        result = run_local(
+            runs.config(random_model_path, tmp_path, "buffer.total_steps=2"),
+            workflow=runs.workflow,
+            judge=runs.judge,
+            train_tasks=runs.TRAIN,
+            eval_tasks={"held-out": runs.EVAL},
+            report=leave_report,
+        )
+        print(result)
+    printed = "\n".join(
+        [capsys.readouterr().out, *(record.getMessage() for record in caplog.records)]
+    )
+    found = recordings.forms(printed) - recordings.forms(recordings.PAGE.read_text("utf-8"))
+    # Of this model: what it leaves out at the end of a turn, and answers that are cut off.
+    assert not {one for one in found if not one.startswith("step #: ")}
 
 
 YAML = [

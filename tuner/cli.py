@@ -7,8 +7,8 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -281,7 +281,8 @@ def train(
             "tuner train is for the local backend: add tuner.backend=local. Trinity-RFT trains on "
             "its recorded rollouts with `tuner run FILE mode=train`"
         )
-    typer.echo(tune(**named.arguments, config_path=config, overrides=settings))
+    with _interruption_said():
+        typer.echo(tune(**named.arguments, config_path=config, overrides=settings))
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -633,12 +634,8 @@ def run(config: ConfigFile, overrides: Overrides = None) -> None:
     from tuner.tune import tune
 
     named = functions_of(config, overrides or [])
-    try:
-        result = tune(**named.arguments, config_path=config, overrides=overrides or [])
-    except KeyboardInterrupt as interruption:
-        _say_notes(interruption)
-        raise
-    typer.echo(result)
+    with _interruption_said():
+        typer.echo(tune(**named.arguments, config_path=config, overrides=overrides or []))
 
 
 @command("distill-prompt", epilog="Example: tuner distill-prompt config.yaml --prompt long.txt")
@@ -891,6 +888,17 @@ def _fail(error: TunerError, code: int) -> NoReturn:
     typer.echo(without_secrets(f"{type(error).__name__}: {error}"), err=True)
     _say_notes(error)
     sys.exit(code)
+
+
+@contextmanager
+def _interruption_said() -> Iterator[None]:
+    """Print what an interrupted run leaves; Typer turns the interrupt into an exit status."""
+    try:
+        yield
+    except KeyboardInterrupt as interruption:
+        typer.echo(str(interruption), err=True)
+        _say_notes(interruption)
+        raise
 
 
 def _say_notes(error: BaseException) -> None:

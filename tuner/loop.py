@@ -36,11 +36,12 @@ from tuner.config import RunConfig
 from tuner.errors import ConfigError, TrainingError
 from tuner.gateway import SamplingDefaults
 from tuner.rollouts import Rollouts, StepPlan
+from tuner.rollouts.chat_models import quiet_agents
 from tuner.runs.console import ConsoleMonitor
 from tuner.runs.directory import TRAINER_STATE, Report, reported, run_async
 from tuner.runs.history import History
 from tuner.runs.metrics import evaluation_metrics
-from tuner.runs.record import RunRecord, finished_result, open_directory
+from tuner.runs.record import RunRecord, finished_notice, finished_result, open_directory
 from tuner.runs.recorded import Examples
 from tuner.runs.result import TuneResult
 from tuner.runs.sources import (
@@ -105,12 +106,22 @@ def run_local(
     with _only_run(config), open_directory(config, {"train": told, **eval_tasks}) as directory:
         finished = finished_result(directory, config, total_steps)
         if finished is not None:
-            logger.warning("%s is complete; returning its result", directory.path)
+            logger.warning("%s", finished_notice(directory, finished))
             report(directory, None)  # the process may have been killed before it was written
             return finished
         record = RunRecord(config, directory, total_steps)
-        with reported(directory, report), deterministic_torch(config.tuner.deterministic):
-            return run_async(_run(config, record, workflow, judge, data, eval_tasks))
+        with (
+            reported(directory, report),
+            deterministic_torch(config.tuner.deterministic),
+            quiet_agents() as quiet,
+        ):
+            record.console.say(record.beginning())
+            if quiet is not None and workflow is not None:
+                record.console.say(quiet)
+            try:
+                return run_async(_run(config, record, workflow, judge, data, eval_tasks))
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt(record.interrupted()) from None
 
 
 @contextmanager
@@ -242,7 +253,7 @@ async def _steps(
         last = step == record.last_step
         evaluated = last or is_due(step, config.explorer.eval_interval)
         if evaluated or step == 1:
-            record.show(step, "train", found.traces or ())
+            record.show(step, "train", found.traces or (), replayed=found.replayed)
 
         if found.batch.rows:
             async with stack.training():

@@ -141,7 +141,10 @@ def tune(
         "overrides": overrides,
     }
     with OwnFrames(), _parts(workflow_func, judge_func, train_dataset, given).closing() as parts:
-        return _tuned(parts)
+        try:
+            return _tuned(parts)
+        except KeyboardInterrupt as interruption:  # the frames below are of no use to anybody
+            raise interruption.with_traceback(None) from None
 
 
 def _parts(workflow: Any, judge: Any, train_dataset: Any, given: TuneArguments) -> Parts:

@@ -11,9 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Agents print every message otherwise, thousands of them; has to be said before the import.
-os.environ.setdefault("AGENTSCOPE_DISABLE_CONSOLE_OUTPUT", "true")
-
 from tuner import (
     Dataset,
     JudgeOutput,

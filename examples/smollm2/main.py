@@ -7,14 +7,10 @@ cannot add them, but it has a calculator: it learns to call it with the right ex
 take the keys of config.yaml, as in `buffer.total_steps=4`.
 """
 
-import os
 import re
 import sys
 from pathlib import Path
 from typing import Any
-
-# Agents print every message otherwise, thousands of them; has to be said before the import.
-os.environ.setdefault("AGENTSCOPE_DISABLE_CONSOLE_OUTPUT", "true")
 
 from tuner import (
     JudgeOutput,

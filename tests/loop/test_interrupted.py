@@ -68,11 +68,22 @@ def interrupted_in_a_notebook(model, root, asked):
 
     try:
         asyncio.new_event_loop().run_until_complete(cell())
-    except KeyboardInterrupt:
-        (report,) = root.rglob("report.html")
-        assert "interrupted" in report.read_text(encoding="utf-8")
+    except KeyboardInterrupt as interruption:
+        interrupted, kept, command = str(interruption).splitlines()
+        assert interrupted.startswith("interrupted after step ")
+        assert kept.startswith(f"kept in {root}")
+        assert kept.endswith((": nothing", "the rollouts of step 1, which are not sampled again"))
+        # Its name has the time in it, so that the same cell would begin another run.
+        assert command.startswith("to continue: ")
+        assert f"overrides=['name={report_of(root).parent.name}']" in command
+        assert "interrupted" in report_of(root).read_text(encoding="utf-8")
         assert not list(root.rglob(".owner"))
         (root / "ended").touch()
+
+
+def report_of(root):
+    (report,) = root.rglob("report.html")
+    return report
 
 
 async def asking(task, model, *, asked):

@@ -171,7 +171,7 @@ def test_equal_rewards_stop_the_run_with_advice(random_model_path, tmp_path, cap
     with pytest.raises(TrainingError, match=r"the same reward, 1: .*training uses"):
         tune(random_model_path, tmp_path, "tuner.signal_patience=2", judge=judge)
     said = capsys.readouterr().out.splitlines()
-    shown = [n for n, line in enumerate(said) if line.startswith("reward 1  train ")]
+    shown = [n for n, line in enumerate(said) if line.endswith(", reward 1")]
     (first_step,) = (n for n, line in enumerate(said) if line.startswith("step 1/"))
     assert len(shown) == 3
     assert max(shown) < first_step

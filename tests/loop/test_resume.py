@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tuner.errors import ConfigError, ModelLoadError, TunerError
 from tuner.loop import run_local
 from tuner.runs import directory as run_directory
 from tuner.runs.console import JsonlMonitor
+from tuner.runs.record import command
 from tuner.runs.result import TuneResult
 from tuner.traces import TraceStore
 from tuner.traces.store import read_traces
@@ -80,23 +82,65 @@ def test_deterministic_runs_are_equal_bit_for_bit(random_model_path, straight, t
     assert all(torch.equal(again[name], value) for name, value in weights(straight).items())
 
 
-def test_interrupted_step_is_trained_from_its_recorded_traces(random_model_path, tmp_path):
-    """No rollout that ended is run again, and no finished step is lost."""
+def test_interrupted_step_is_trained_from_its_recorded_traces(random_model_path, tmp_path, capsys):
+    """No rollout that ended is run again, no finished step is lost, and none is shown as new."""
     assert start(random_model_path, tmp_path, "update:2") == -signal.SIGKILL
     traces = sorted((tmp_path / "p" / "run" / "traces").glob("step_*.jsonl"))
     assert [path.name for path in traces] == ["step_000001.jsonl", "step_000002.jsonl"]
     before = [path.read_bytes() for path in traces]
+    capsys.readouterr()
     tune(runs.config(random_model_path, tmp_path))
     assert [path.read_bytes() for path in traces] == before
+    said = capsys.readouterr().out.splitlines()
+    folder = tmp_path / "p" / "run"
+    assert said[0] == (
+        f"resuming from the beginning in {folder}; the recorded rollouts of steps 1 to 2 are "
+        "trained again"
+    )
+    steps = [line for line in said if line.startswith("step ")]
+    assert [line.endswith("(rollouts as recorded)") for line in steps[:2]] == [True, True]
+    assert "tokens/s" not in steps[0]
+    assert "tokens/s" in " ".join(steps[2:])
+    assert not any(line.startswith("sample rollouts") for line in said)
 
 
-def test_finished_run_is_not_run_again(straight, random_model_path):
+def test_finished_run_is_not_run_again_and_says_how_to_begin_a_new_one(
+    straight, random_model_path, caplog, monkeypatch
+):
+    monkeypatch.setattr(sys, "orig_argv", ["python", "/bin/tuner", "run", "my file.yaml"])
     root = straight.run_dir.parents[1]
 
     async def never(task, model):
         raise AssertionError("the run is complete")
 
     assert tune(runs.config(random_model_path, root), workflow=never) == straight
+    begin = "to begin a new run (run-2): tuner run 'my file.yaml' continue_from_checkpoint=false"
+    assert "is complete, with" in caplog.text
+    assert begin in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "shown"),
+    [
+        (["python", "main.py"], (), "python main.py"),
+        (["python", "main.py", "seed=1"], ("name=b",), "python main.py seed=1 name=b"),
+        (
+            ["python", "main.py"],
+            ("name=b",),
+            "python main.py, after adding overrides=['name=b'] to tune()",
+        ),
+        (
+            ["python", "-m", "tuner", "run", "f.yaml", "name=a", "seed=1"],
+            ("continue_from_checkpoint=true", "name=b"),
+            "python -m tuner run f.yaml seed=1 continue_from_checkpoint=true name=b",
+        ),
+    ],
+)
+def test_the_command_that_starts_a_run_again_is_the_one_that_was_given(
+    given, settings, shown, monkeypatch
+):
+    monkeypatch.setattr(sys, "orig_argv", given)
+    assert command(*settings) == shown
 
 
 def test_finished_run_that_was_killed_before_its_report_gets_it(

@@ -16,7 +16,7 @@ from tests.gateway import again
 from tests.kit.toy import StubEngine, gateway_of, text_of
 from tuner.errors import MissingDependencyError
 from tuner.gateway import SamplingDefaults, Session
-from tuner.rollouts.agentscope1 import trinity_chat_model
+from tuner.rollouts.agentscope1 import CONSOLE, quiet_agents, trinity_chat_model
 from tuner.rollouts.chat_models import PlainChatModel, chat_model, trinity_chat_model_class
 
 pytest.importorskip("agentscope")
@@ -273,3 +273,21 @@ async def test_react_agent_with_a_random_model_ends_with_the_structured_output()
         assert forced
         assert forced[0].response["tool_calls"][0]["function"]["name"] == "generate_response"
         assert all(call.invalid is None for call in session.calls)
+
+
+@pytest.mark.parametrize(("given", "shown"), [(None, ""), ("false", "solver: hello\n")])
+async def test_agents_print_nothing_in_training_unless_the_environment_asks_for_it(
+    given, shown, monkeypatch, capsys
+):
+    monkeypatch.delenv(CONSOLE, raising=False)
+    if given is not None:
+        monkeypatch.setenv(CONSOLE, given)
+    message = Msg("solver", "hello", "assistant")
+    with quiet_agents() as line:
+        await agent_of(object()).print(message)
+    assert capsys.readouterr().out == shown
+    assert line == (
+        f"agents print nothing ({CONSOLE}=false shows their messages)" if given is None else None
+    )
+    await agent_of(object()).print(message)
+    assert capsys.readouterr().out == "solver: hello\n"

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import time
 
 import pytest
 
@@ -189,3 +190,25 @@ async def test_attempts_with_feedback_end_when_there_is_none_or_no_more(make_run
     (trace,) = await run(limited)
     assert trace.outcome is Outcome.WORKFLOW_ERROR
     assert "tuner.max_calls" in trace.error
+
+
+@pytest.mark.parametrize("threaded", [True, False])
+async def test_the_seconds_of_a_judge_are_its_own_and_not_the_wait_for_its_turn(
+    make_runner, threaded
+):
+    loop = asyncio.get_running_loop()
+
+    def others():
+        until = time.perf_counter() + 0.2
+        while time.perf_counter() < until:
+            pass
+
+    def plain(task, response):
+        loop.call_soon_threadsafe(others)
+        return JudgeOutput(reward=1.0)
+
+    async def judge(task, response):
+        return plain(task, response)
+
+    (trace,) = await run(make_runner(workflow, plain if threaded else judge))
+    assert 0 < trace.seconds["judge"] < 0.1

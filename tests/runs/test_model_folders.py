@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import socket
+import time
 from types import SimpleNamespace
 
 import gguf
@@ -14,6 +15,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from tests.kit import forked, gguf_files, runs
+from tuner.config import keys
 from tuner.errors import ConfigError, ModelLoadError
 from tuner.loop import run_local
 from tuner.runs import models as model_folders
@@ -286,28 +288,42 @@ def test_a_killed_run_resumes_with_the_same_path(file, tmp_path):
         train()
 
 
-@pytest.mark.parametrize("offline", [False, True])
-def test_a_name_on_the_hub_is_given_up_at_once_without_a_network(monkeypatch, tmp_path, offline):
+@pytest.fixture
+def no_hub(monkeypatch, tmp_path):
+    """A Hub that accepts connections and never answers; who waits to try again fails."""
+
+    def retry(seconds):
+        raise AssertionError("it waits, to try again")
+
     constants = huggingface_hub.constants
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setattr(model_folders, "_HUB_SECONDS", 0.2)
+        monkeypatch.setattr(time, "sleep", retry)
+        monkeypatch.setattr(keys, "_HUB_SECONDS", 0.2)
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-        with pytest.raises(ModelLoadError, match=r"Org/Name.* which cannot be reached"):
-            load_tokenizer("Org/Name")
-        with pytest.raises(ModelLoadError, match=r"Org/Name.* which cannot be reached"):
-            load_settings("Org/Name")
+        monkeypatch.setenv("NO_PROXY", "*")
+        keys._hub_answers.cache_clear()
+        yield
+    keys._hub_answers.cache_clear()
 
 
-def test_a_model_in_the_hubs_cache_is_loaded_without_a_network(
-    monkeypatch, tmp_path, random_model_path
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_name_on_the_hub_is_given_up_at_once_without_a_network(
+    no_hub, refuses, monkeypatch, caplog
 ):
+    if refuses:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    for load in (load_tokenizer, load_settings):
+        with pytest.raises(ModelLoadError, match=r"127.0.0.1:\d+\) cannot be reached"):
+            load("Org/Name")
+    assert "etrying" not in caplog.text
+
+
+def test_a_model_in_the_hubs_cache_is_loaded_without_a_network(no_hub, tmp_path, random_model_path):
     cached = tmp_path / "models--Org--Name"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("1")
     (cached / "snapshots").mkdir()
     (cached / "snapshots" / "1").symlink_to(random_model_path)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     assert load_tokenizer("Org/Name").get_vocab()

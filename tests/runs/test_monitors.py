@@ -57,13 +57,14 @@ def test_the_task_whose_reward_rose_most_is_shown_before_and_after_with_its_tool
         trace(2, 0, [said({"content": "now"})], reward=1.0, step=8),
     ]
     assert printed(8, [lambda m: m.before_and_after(before, after)]).splitlines() == [
-        "task 1",
-        "  before: reward 0",
-        "    what?",
-        "  after: reward 1",
-        '    add({"a": 1})',
-        "      -> three",
-        "    It is 3.",
+        "the held-out task whose reward rose most:",
+        "    task.question   task 1",
+        "  before training, reward 0",
+        "    model           what?",
+        "  after training, reward 1",
+        '    model           add({"a": 1})',
+        "    tool result     three",
+        "    model           It is 3.",
     ]
 
 
@@ -72,7 +73,7 @@ def test_nothing_is_shown_where_no_reward_rose():
     assert printed(8, [lambda m: m.before_and_after(same[:1], same[1:])]) == ""
 
 
-def test_a_step_is_one_plain_line_where_there_is_no_terminal():
+def test_a_step_is_plain_lines_of_at_most_100_columns_where_there_is_no_terminal():
     text = printed(
         5,
         [
@@ -81,20 +82,17 @@ def test_a_step_is_one_plain_line_where_there_is_no_terminal():
             lambda m: m.log(1, METRICS),
         ],
     )
-    assert text.count("\n") == 1
-    for part in (
-        "step 1/5",
-        "reward 0.500",
-        "test 0.750",
-        "test: 1 failed",
-        "12 tokens/call",
-        "1000 tokens/s",
-        "generation 60%, agent 10%, judge 10%, training 20%",
-        "2 timeout",
-        "2 min 00 s left",
-    ):
-        assert part in text
-    assert "\x1b" not in text
+    assert text.splitlines() == [
+        "step 1/5  reward 0.500  held-out (test) 0.750  test: 1 failed  2 timeout  12 tokens/call",
+        "    1000 tokens/s  30.0 s  2 min left",
+    ]
+
+
+def test_a_step_of_recorded_rollouts_is_not_shown_as_if_it_were_new():
+    replayed = {"reward/mean": 0.5, "calls/completion_tokens": 12.4, "time/step": 0.1}
+    assert printed(5, [lambda m: m.log(1, replayed)]) == (
+        "step 1/5  reward 0.500  (rollouts as recorded)\n"
+    )
 
 
 def test_a_terminal_shows_rollouts_and_time_left():
@@ -127,25 +125,41 @@ def test_the_best_the_worst_and_one_between_are_shown_shortened():
         rollout(3, 0.25, {"content": "in the middle"}),
         trace(4, 0, [], outcome=Outcome.TIMEOUT, error="late"),
     ]
-    assert printed(5, [lambda m: m.samples(traces)]).splitlines() == [
-        "reward 1  task 2",
-        '    add({"a": 1})',
-        f"    {'x' * 107}...",
-        "reward 0.25  task 3",
-        "    in the middle",
-        "reward 0  task 1",
-        *(f"    call {n}" for n in range(4)),
-        "    ... 2 more calls",
+    assert printed(5, [lambda m: m.samples(traces, 1)]).splitlines() == [
+        "sample rollouts of step 1:",
+        "  best, reward 1",
+        "    task.question   task 2",
+        '    model           add({"a": 1})',
+        f"    model           {'x' * 77}...",
+        "  middle, reward 0.25",
+        "    task.question   task 3",
+        "    model           in the middle",
+        "  worst, reward 0",
+        "    task.question   task 1",
+        *(f"    model           call {n}" for n in range(4)),
+        "                    ... 2 more calls",
     ]
-    assert printed(5, [lambda m: m.samples(traces[-1:])]) == ""
+    assert printed(5, [lambda m: m.samples(traces[-1:], 1)]) == ""
+
+
+def test_the_answer_of_a_row_is_not_mistaken_for_the_question_or_for_the_models():
+    row = {"question": "2 + 2?", "answer": "4"}
+    made = replace(trace(0, 0, [said({"content": "It is 5."})], reward=0.0), task=row)
+    assert printed(5, [lambda m: m.samples([made], 1)]).splitlines()[2:] == [
+        "    task.question   2 + 2?",
+        "    task.answer     4",
+        "    model           It is 5.",
+    ]
 
 
 def test_evaluation_before_training_is_the_start_line():
     assert printed(5, [lambda m: m.log(0, {"eval/test/reward": 0.25, "time/step": 1.0})]) == (
-        "start  test 0.250\n"
+        "before training: held-out reward (test) 0.250\n"
     )
     repeated = {"eval/test/reward": 0.25, "eval/test/pass_at_4": 0.5, "time/step": 1.0}
-    assert printed(5, [lambda m: m.log(0, repeated)]) == "start  test 0.250  test pass_at_4 0.500\n"
+    assert printed(5, [lambda m: m.log(0, repeated)]) == (
+        "before training: held-out reward (test) 0.250  test pass_at_4 0.500\n"
+    )
 
 
 def test_jsonl_starts_again_from_the_rows_of_the_interrupted_run(tmp_path):

@@ -127,6 +127,46 @@ def test_a_notice_comes_when_its_share_crosses_a_level_and_not_again_for_a_wobbl
     assert [step for step, due in enumerate(said) if due] == [2, 6, 12]
 
 
+def tools(name, result=None, *, count=1, offered="add"):
+    """Rollouts with a call of a tool each, and its result."""
+    made = {"id": "t", "function": {"name": name, "arguments": "{}"}}
+    asked = replace(
+        call("a", [1], [2], [-1.0]),
+        response={"role": "assistant", "content": None, "tool_calls": [made]},
+        tools=[{"type": "function", "function": {"name": offered}}],
+    )
+    given = {"role": "tool", "tool_call_id": "t", "content": result or "3"}
+    ended = replace(asked, id="b", messages=[given], response={"role": "assistant", "content": "3"})
+    return [trace(1, n, [asked, ended], reward=0.0) for n in range(count)]
+
+
+def test_tools_that_fail_and_tools_that_were_not_offered_are_counted_with_an_example():
+    traces = [*tools("add", count=6), *tools("sum"), *tools("add", "Error: no number", count=3)]
+    unlike = [replace(one, id=replace(one.id, rollout=n)) for n, one in enumerate(traces)]
+    notices = Notices(SETTINGS, compared=False)
+    assert notices.of(1, unlike, SignalHistory()) == [
+        "step 1: tool (not offered): 1 calls, 100% failed",
+        "step 1: tool add: 9 calls, 33% failed",
+        "step 1: 1 of 10 tool calls are of tools that the request does not offer, most often "
+        "'sum'; it offers add: name them in the system prompt",
+        "step 1: 3 of 9 tool calls failed, most often (3 times) add: Error: no number",
+    ]
+    assert notices.of(2, unlike, SignalHistory()) == []
+
+
+def test_each_roles_reward_and_share_of_calls_that_were_cut_off_are_shown_after_the_first_step():
+    made = [
+        replace(one, calls=(replace(one.calls[0], role=role),))
+        for one, role in zip(calls(4, cut=1), ("critic", "writer") * 2, strict=True)
+    ]
+    notices = Notices(SETTINGS, compared=False)
+    assert notices.of(1, made, SignalHistory())[:2] == [
+        "step 1: role critic: 2 calls, reward 1.000, 50% cut off",
+        "step 1: role writer: 2 calls, reward 2.000, 0% cut off",
+    ]
+    assert not any("role" in line for line in notices.of(2, made, SignalHistory()))
+
+
 def history(*rows):
     found = SignalHistory()
     for row in rows:

@@ -26,7 +26,7 @@ async def breaks(task, model):
 
 @pytest.fixture
 def prepared(random_model_path, tmp_path):
-    def prepare_with(func, *overrides):
+    def prepare_with(func, *overrides, judge=judge):
         return prepare(
             func,
             judge,
@@ -45,8 +45,12 @@ def prepared(random_model_path, tmp_path):
 
 def test_verdict_shows_prompt_mask_rewards_and_costs_and_writes_nothing(prepared, tmp_path):
     enough = (f"model.model_path={TINY_MATH}", "model.max_response_tokens=100")
-    verdict = check_run(prepared(workflow, *enough))
+    rewards = iter([1.0, 0.0])
+    verdict = check_run(
+        prepared(workflow, *enough, judge=lambda task, response: JudgeOutput(reward=next(rewards)))
+    )
     assert verdict.ready, verdict.text
+    assert verdict.text.endswith("READY: both rollouts completed.")
     for text in (
         "What is 2 + 2?",
         "TOKENS AND MASK",
@@ -56,10 +60,32 @@ def test_verdict_shows_prompt_mask_rewards_and_costs_and_writes_nothing(prepared
         "2 steps x 2 tasks x 8 rollouts = 32 rollouts",
         "memory  about",
         "s per step",
-        "READY",
     ):
         assert text in verdict.text
     assert not (tmp_path / "runs").exists()
+
+
+def test_rollouts_of_which_one_was_cut_off_or_that_teach_nothing_are_doubtful(prepared):
+    enough = (f"model.model_path={TINY_MATH}", "model.max_response_tokens=100")
+    verdict = check_run(
+        prepared(workflow, *enough, judge=lambda task, response: JudgeOutput(reward=0.0))
+    )
+    assert verdict.ready
+    assert "DOUBTFUL: both rollouts completed, but nothing can be learned" in verdict.text
+    assert "READY" not in verdict.text
+    limits = iter([1, 100])
+
+    async def cut(task, model):
+        made = await model.client.chat.completions.create(
+            model=model.model_name,
+            messages=[{"role": "user", "content": task["question"]}],
+            max_tokens=next(limits),
+        )
+        return WorkflowOutput(response=made.choices[0].message.content or "")
+
+    verdict = check_run(prepared(cut, *enough))
+    assert verdict.ready
+    assert "DOUBTFUL: 1 of 2 rollouts did not finish: 1 of 2 calls were cut off" in verdict.text
 
 
 def test_workflow_that_fails_is_not_ready_and_says_why(prepared):

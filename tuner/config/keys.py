@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from functools import cache
+from functools import cache, lru_cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path, PurePath
@@ -395,6 +397,47 @@ def check_path(path: str, setting: str, *, what: str = "model") -> None:
             f"{setting} = {path!r}: this folder does not exist{_neighbours(folder)}; give the "
             f"folder of a Hugging Face {what}, or a hub id of the form 'organisation/name'"
         )
+
+
+@contextmanager
+def hub_or_cache() -> Iterator[None]:
+    """While the block runs, the Hub's libraries use their cache alone if the Hub cannot be
+    connected to: on their own they retry half a minute for each file.
+
+    Raises:
+        ConnectionError: It cannot be, and the block failed.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or _hub_answers(int(time.monotonic() // _HUB_REMEMBERED)):
+        yield
+        return
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    except Exception as error:
+        raise ConnectionError(
+            f"the Hugging Face Hub ({constants.ENDPOINT}) cannot be reached, and its cache on this "
+            "machine lacks this; check the network, or download it and give its folder"
+        ) from error
+    finally:
+        constants.HF_HUB_OFFLINE = False
+
+
+_HUB_REMEMBERED = 30.0
+
+
+@lru_cache(maxsize=1)
+def _hub_answers(moment: int) -> bool:
+    """Asked once for each `moment`; any answer counts."""
+    import httpx
+    from huggingface_hub import constants
+
+    try:
+        httpx.head(constants.ENDPOINT, timeout=_HUB_SECONDS)
+    except httpx.TransportError:
+        return False
+    return True
 
 
 def _on_hub(name: str) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -20,6 +23,25 @@ def agentscope_version() -> str | None:
         return version("agentscope")
     except PackageNotFoundError:
         return None
+
+
+CONSOLE = "AGENTSCOPE_DISABLE_CONSOLE_OUTPUT"
+"""AgentScope 1's environment variable, which each agent reads when it is made."""
+
+
+@contextmanager
+def quiet_agents() -> Iterator[str | None]:
+    """While the block runs, AgentScope's agents do not print their messages, unless the environment
+    says whether they do. Yields a line about it, or None."""
+    if CONSOLE in os.environ:
+        yield None
+        return
+    os.environ[CONSOLE] = "true"
+    try:
+        imported = "agentscope" in sys.modules
+        yield f"agents print nothing ({CONSOLE}=false shows their messages)" if imported else None
+    finally:
+        del os.environ[CONSOLE]
 
 
 def agentscope_modules(major: str, versions: str, extra: str, *names: str) -> list[Any]:

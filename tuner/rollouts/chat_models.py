@@ -12,6 +12,7 @@ from tuner.rollouts.agentscope1 import (
     RemoteChatModel,
     agentscope1_remote_model,
     agentscope_version,
+    quiet_agents,
     require_agentscope1,
 )
 from tuner.rollouts.agentscope2 import require_agentscope2
@@ -32,6 +33,7 @@ __all__ = [
     "chat_model",
     "default_kind",
     "load_kind",
+    "quiet_agents",
     "remote_chat_model",
     "remote_client",
     "require_agentscope1",

@@ -502,11 +502,12 @@ ENDED_EARLY = "ended before it was complete: its step had enough tasks (explorer
 
 @dataclass(frozen=True)
 class CollectedStep:
-    """Every attempt that a step trains on, by task, and groups that were stopped early as (step,
-    task)."""
+    """Every attempt that a step trains on, by task, groups that were stopped early as (step, task),
+    and the rollouts that were recorded before this process."""
 
     traces: list[Trace]
     unfinished: frozenset[tuple[int, int]]
+    recorded: frozenset[RolloutId] = frozenset()
 
 
 class TrainingGroups:
@@ -586,6 +587,7 @@ class TrainingGroups:
                 number = (step - 1) * self._batch + trace.id.task
                 if number not in trained:
                     self._known.setdefault(number, []).append(trace)
+        self._recorded = {trace.id for traces in self._known.values() for trace in traces}
         complete, begun = {}, {}
         for number, traces in self._known.items():
             final = {trace.id for trace in traces if trace.final}
@@ -624,7 +626,8 @@ class TrainingGroups:
         }
         if self._config.explorer.over_rollout.return_partial_tasks:
             unfinished = set()
-        return CollectedStep(traces, frozenset(unfinished))
+        recorded = self._recorded.intersection(trace.id for trace in traces)
+        return CollectedStep(traces, frozenset(unfinished), frozenset(recorded))
 
     async def _run(self, number: int) -> list[Trace]:
         """Run one group; the schedule is notified of each rollout that ends."""

@@ -27,6 +27,7 @@ from tuner.rollouts.limits import (
     contained,
 )
 from tuner.tasks.functions import (
+    SPENT,
     JudgeOutput,
     Rejected,
     WorkflowOutput,
@@ -653,10 +654,12 @@ class RolloutRunner:
                 return
             if self.judge is not None and not self.judges_groups:
                 started = time.perf_counter()
+                own: list[float] = []  # empty if another process runs it
+                SPENT.set(own)
                 try:
                     await self._run_judge(task, caller, state)
                 finally:
-                    state.judge_seconds += time.perf_counter() - started
+                    state.judge_seconds += sum(own) if own else time.perf_counter() - started
             if state.outcome is Outcome.COMPLETED:
                 needed = self.settings.needs_reward and not self.judges_groups
                 state.check_reward(needed=needed)

@@ -84,7 +84,6 @@ def _bar(done: int, total: int) -> str:
     return f"<progress value='{done}' max='{total}'></progress> {done}/{total}"
 
 
-_PARTS = ("generation", "agent", "judge", "training", "sync")
 # Metrics that some algorithms have in place of a reward, or in addition.
 _SHOWN = {
     "train/kl_teacher": "KL to teacher",
@@ -172,14 +171,18 @@ class ConsoleMonitor:
             "are counted in each step's line"
         )
 
-    def samples(self, traces: Sequence[Trace]) -> None:
-        """Show the best, the worst and a middle rollout of a step, shortened."""
+    def samples(self, traces: Sequence[Trace], step: int) -> None:
+        """Show the best, a middle and the worst rollout of a step, shortened."""
         rewarded = [t for t in traces if t.final and t.reward is not None and t.calls]
         rewarded.sort(key=lambda trace: trace.reward or 0.0, reverse=True)
-        shown = dict.fromkeys((0, len(rewarded) // 2, len(rewarded) - 1)) if rewarded else {}
-        for place in shown:
+        if not rewarded:
+            return
+        places = {len(rewarded) // 2: "middle", len(rewarded) - 1: "worst", 0: "best"}
+        self.say(f"sample rollouts of step {step}:")
+        for place, which in sorted(places.items()):
             trace = rewarded[place]
-            self._rollout(f"reward {trace.reward:.3g}  {_task(trace)}", trace)
+            self.say(f"  {which}, reward {trace.reward:.3g}")
+            self._fields([*_task(trace), *_conversation(trace)])
 
     def before_and_after(self, before: Sequence[Trace], after: Sequence[Trace]) -> None:
         """Show the task of an evaluation set whose reward rose most, in its first and last rollout.
@@ -197,40 +200,44 @@ class ConsoleMonitor:
         if not risen:
             return
         pair = max(risen, key=lambda pair: _rise(*pair))
-        self.say(_task(pair[0]))
+        self.say("the held-out task whose reward rose most:")
+        self._fields(_task(pair[0]))
         for when, trace in zip(("before", "after"), pair, strict=True):
-            self._rollout(f"  {when}: reward {trace.reward:.3g}", trace)
+            self.say(f"  {when} training, reward {trace.reward:.3g}")
+            self._fields(_conversation(trace))
 
-    def _rollout(self, title: str, trace: Trace) -> None:
-        """The calls of a rollout, and the tools' results."""
-        self.say(title)
-        for call, following in zip_longest(trace.calls[:CALLS], trace.calls[1:CALLS]):
-            self.say(f"    {_short(said(call))}")
-            for result in _results(call, following):
-                self.say(f"      -> {_short(result)}")
-        if len(trace.calls) > CALLS:
-            self.say(f"    ... {len(trace.calls) - CALLS} more calls")
+    def _fields(self, fields: Sequence[tuple[str, str]]) -> None:
+        """Labels and texts, each on one line of at most `COLUMNS`."""
+        for label, text in fields:
+            start = f"    {label:<{LABEL}}  "
+            self.say(f"{start}{_short(text, COLUMNS - len(start))}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the step's line."""
-        parts = [f"step {step}/{self._total}"] if step else ["start"]
+        """Print the step's line, and further ones where it would be longer than `COLUMNS`."""
+        # The rates of a step whose rollouts were all recorded before are not those of the run.
+        measured = "tokens_per_second" in metrics
+        parts = [f"step {step}/{self._total}"] if step else ["before training:"]
         if "reward/mean" in metrics:
             parts.append(f"reward {metrics['reward/mean']:.3f}")
-        parts += _evaluations(metrics)
+        parts += _evaluations(metrics, "held-out" if step else "held-out reward")
         parts += [f"{name} {metrics[key]:.3f}" for key, name in _SHOWN.items() if key in metrics]
         if "rows/trained" in metrics:
             parts.append(f"loss {metrics['train/loss']:.4g}")
         if step:
-            self._seconds.append(metrics["time/step"])
-            if "calls/completion_tokens" in metrics:
-                parts.append(f"{metrics['calls/completion_tokens']:.0f} tokens/call")
-            parts.append(f"{metrics['tokens_per_second']:.0f} tokens/s")
-            parts.append(f"{metrics['time/step']:.1f} s ({_split(metrics)})")
             parts += _failures(metrics)
-            parts.append(self._left(step))
+            if measured:
+                self._seconds.append(metrics["time/step"])
+                if "calls/completion_tokens" in metrics:
+                    parts.append(f"{metrics['calls/completion_tokens']:.0f} tokens/call")
+                parts.append(f"{metrics['tokens_per_second']:.0f} tokens/s")
+                parts.append(f"{metrics['time/step']:.1f} s")
+                parts.append(self._left(step))
+            else:
+                parts.append("(rollouts as recorded)")
         if self._cell is not None:
             self._cell.step_done(step, metrics.get("reward/mean"))
-        self.say("  ".join(part for part in parts if part))
+        for line in _lines([part for part in parts if part]):
+            self.say(line)
 
     def close(self) -> None:
         self._progress.stop()
@@ -240,20 +247,51 @@ class ConsoleMonitor:
             return ""
         # The mean of recent steps: evaluations count too, and occur only in some steps.
         seconds = statistics.fmean(self._seconds[-20:]) * (self._total - done)
-        return f"{duration(seconds)} left"
+        left = f"{seconds / 60:.0f} min" if 60 <= seconds < 3600 else duration(seconds)
+        return f"{left} left"
 
 
-CALLS, CHARACTERS = 4, 110
-"""Maximum number of calls of a rollout, and of characters of a text."""
+COLUMNS = 100
+"""Length of the lines that are cut or broken."""
+LABEL = 14
+"""Width of the labels before the texts of a rollout."""
+CALLS = 4
+"""Number of calls of a rollout that are shown."""
+CHARACTERS = 110
+"""Length of a text in a sentence."""
 
 
-def _short(text: str) -> str:
+def _lines(parts: Sequence[str]) -> list[str]:
+    """The parts on as few lines as possible, all but the first indented."""
+    lines = [parts[0]]
+    for part in parts[1:]:
+        longer = f"{lines[-1]}{' ' if lines[-1].endswith(':') else '  '}{part}"
+        if len(longer) <= COLUMNS:
+            lines[-1] = longer
+        else:
+            lines.append(f"    {part}")
+    return lines
+
+
+def _short(text: str, characters: int) -> str:
     text = " ".join(text.split())
-    return text if len(text) <= CHARACTERS else f"{text[: CHARACTERS - 3]}..."
+    return text if len(text) <= characters else f"{text[: characters - 3]}..."
 
 
-def _task(trace: Trace) -> str:
-    return _short(", ".join(map(str, trace.task.values())))
+def _task(trace: Trace) -> list[tuple[str, str]]:
+    """The fields of a row; `task.` tells its answer from the model's."""
+    return [(f"task.{name}", str(value)) for name, value in trace.task.items()]
+
+
+def _conversation(trace: Trace) -> list[tuple[str, str]]:
+    """The calls of a rollout, and the tools' results."""
+    shown = []
+    for call, following in zip_longest(trace.calls[:CALLS], trace.calls[1:CALLS]):
+        shown.append((call.role or "model", said(call)))
+        shown += [("tool result", result) for result in _results(call, following)]
+    if len(trace.calls) > CALLS:
+        shown.append(("", f"... {len(trace.calls) - CALLS} more calls"))
+    return shown
 
 
 def _rise(before: Trace, after: Trace) -> float:
@@ -278,16 +316,17 @@ def said(call: Call) -> str:
     return " ".join(filter(None, parts)) or f"(no text; {call.finish_reason})"
 
 
-def _evaluations(metrics: Mapping[str, float]) -> list[str]:
+def _evaluations(metrics: Mapping[str, float], label: str) -> list[str]:
     parts = []
     for name, value in metrics.items():
-        if name.startswith("eval/") and name.endswith("/reward"):
-            parts.append(f"{name.removeprefix('eval/').removesuffix('/reward')} {value:.3f}")
-        elif name.startswith("eval/") and "/pass_" in name:
-            parts.append(f"{name.removeprefix('eval/').replace('/', ' ')} {value:.3f}")
-        elif name.startswith("eval/") and name.endswith("/failed") and value:
-            what = name.removeprefix("eval/").removesuffix("/failed")
-            parts.append(f"{what}: {value:.0f} failed")
+        _, _, rest = name.partition("eval/")
+        of, _, what = rest.rpartition("/")
+        if what == "reward":
+            parts.append(f"{label} ({of}) {value:.3f}")
+        elif what.startswith("pass_"):
+            parts.append(f"{of} {what} {value:.3f}")
+        elif rest and what == "failed" and value:
+            parts.append(f"{of}: {value:.0f} failed")
     return parts
 
 
@@ -296,12 +335,6 @@ def _failures(metrics: Mapping[str, float]) -> list[str]:
     outcomes = sorted(outcome for outcome in Outcome if outcome is not Outcome.COMPLETED)
     counts = {name: metrics.get(f"rollouts/{name}", 0) for name in outcomes}
     return [f"{count:.0f} {name}" for name, count in counts.items() if count]
-
-
-def _split(metrics: Mapping[str, float]) -> str:
-    seconds = {part: metrics[f"time/{part}"] for part in _PARTS if f"time/{part}" in metrics}
-    total = sum(seconds.values()) or 1.0
-    return ", ".join(f"{part} {spent / total:.0%}" for part, spent in seconds.items())
 
 
 # The metrics file, from which a run resumes.

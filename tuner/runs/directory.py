@@ -65,6 +65,11 @@ class RunDirectory:
         """Whether anything was recorded here; a start that failed before that leaves nothing."""
         return self.metrics.exists() or any(self.traces.glob("*.jsonl"))
 
+    def last_recorded_step(self) -> int:
+        """The last step with recorded training rollouts; 0 if there is none."""
+        names = [path.stem.removeprefix("step_") for path in self.traces.glob("step_*.jsonl")]
+        return max((int(name) for name in names if name.isdecimal()), default=0)
+
     def stored_config(self) -> dict[str, Any]:
         """The stored effective configuration, unchecked; empty if there is none.
 

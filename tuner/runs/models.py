@@ -11,8 +11,7 @@ import shutil
 import threading
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from filelock import FileLock
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tuner.config.keys import check_path, located, require_gguf
+from tuner.config.keys import check_path, hub_or_cache, located, require_gguf
 from tuner.config.schema import DEFAULT_ALPHA, DEFAULT_RANK, DEFAULT_TARGETS, LoraSection
 from tuner.engines.request import end_ids_of
 from tuner.errors import ConfigError, MissingDependencyError, ModelLoadError, pip_install
@@ -114,6 +113,29 @@ def quiet_transformers() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def quiet_import(library: str) -> Iterator[None]:
+    """Hide Python's warnings, and those that a library logs, while it is imported."""
+    log = logging.getLogger(library)
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
+
+
+@contextmanager
+def from_hub(path: str, setting: str) -> Iterator[None]:
+    """While the block runs, transformers shows no progress bars, and loads a name on the Hub from
+    the cache if the Hub cannot be reached."""
+    named = located(path, setting) is None
+    with quiet_transformers(), hub_or_cache() if named else nullcontext():
+        yield
 
 
 def _converted(file: Path, path: str, setting: str) -> Path:
@@ -243,52 +265,6 @@ def _text(reader: Any, key: str) -> str:
     return "" if field is None else str(field.contents())
 
 
-_HUB_SECONDS = 4.0
-
-
-def _found(path: str, setting: str) -> str:
-    """`model_folder`, or the folder in the Hub's cache if the Hub cannot be reached: transformers
-    would try again for minutes."""
-    import huggingface_hub
-
-    folder = model_folder(path, setting)
-    if Path(folder).is_dir() or (fault := _hub_fault(folder)) is None:
-        return folder
-    cached = huggingface_hub.try_to_load_from_cache(folder, "config.json")
-    if isinstance(cached, str):
-        return str(Path(cached).parent)
-    said = next(iter(str(fault).splitlines()), "")
-    raise ModelLoadError(
-        f"{described(path, setting)} cannot be loaded: it is not in the cache of the Hugging Face "
-        f"Hub, which cannot be reached ({type(fault).__name__}: {said}); check the network and "
-        "HF_ENDPOINT, or give the folder of a model"
-    ) from fault
-
-
-def _hub_fault(name: str) -> BaseException | None:
-    """Why the Hub cannot be reached; None if it answers, whatever it says. Waits for seconds."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    asked = Future[None]()
-
-    def ask() -> None:
-        try:
-            get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_HUB_SECONDS)
-            asked.set_result(None)
-        except Exception as error:  # of the library below, which changes
-            asked.set_exception(error)
-
-    # Names are resolved without a limit, or with a long one.
-    threading.Thread(target=ask, daemon=True).start()
-    try:
-        fault = asked.exception(2 * _HUB_SECONDS)
-    except TimeoutError as error:
-        return error
-    answered = isinstance(fault, HfHubHTTPError) and fault.response.status_code < 500
-    return None if answered or isinstance(fault, HFValidationError) else fault
-
-
 def load_model(
     path: str, *, device: torch.device, dtype: torch.dtype, setting: str = "model.model_path"
 ) -> PreTrainedModel:
@@ -301,10 +277,10 @@ def load_model(
     """
     from transformers import AutoModelForCausalLM
 
-    folder = _found(path, setting)
+    folder = model_folder(path, setting)
     if (Path(path).expanduser() / ADAPTER_CONFIG).exists():
         raise ModelLoadError(_not_an_adapter(path, setting))
-    with loading(described(path, setting), "a causal language model"), quiet_transformers():
+    with loading(described(path, setting), "a causal language model"), from_hub(path, setting):
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     if hasattr(model, "peft_config"):  # on the Hub
         raise ModelLoadError(_not_an_adapter(path, setting))
@@ -376,8 +352,8 @@ def load_tokenizer(path: str, *, setting: str = "model.model_path") -> Any:
     token."""
     from transformers import AutoTokenizer
 
-    folder = _found(path, setting)
-    with loading(described(path, setting), "a tokenizer"):
+    folder = model_folder(path, setting)
+    with loading(described(path, setting), "a tokenizer"), from_hub(path, setting):
         tokenizer = AutoTokenizer.from_pretrained(folder)
     if tokenizer.eos_token_id is None:
         raise ModelLoadError(
@@ -391,8 +367,8 @@ def load_settings(path: str, *, setting: str = "model.model_path") -> Any:
     """The `config.json` of a model; raises ModelLoadError if there is none."""
     from transformers import AutoConfig
 
-    folder = _found(path, setting)
-    with loading(described(path, setting), "a language model"):
+    folder = model_folder(path, setting)
+    with loading(described(path, setting), "a language model"), from_hub(path, setting):
         return AutoConfig.from_pretrained(folder)
 
 
@@ -656,7 +632,8 @@ class Adapter:
 def require_peft() -> None:
     """Raises MissingDependencyError if peft is not installed."""
     try:
-        import peft  # noqa: F401  # whether it can be
+        with quiet_import("bitsandbytes"):  # which peft imports where it is installed
+            import peft  # noqa: F401  # whether it can be
     except ImportError as error:
         raise MissingDependencyError(
             f"model.lora_configs needs the library peft ({error}): {pip_install('lora')}"

@@ -11,10 +11,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Any
 
 from tuner.config import RunConfig
 from tuner.runs.console import CHARACTERS, said
 from tuner.traces import Call, Outcome, Trace, without_vote
+from tuner.traces.trace import failed_result
 
 Metrics = Mapping[str, float]
 """The metrics of a step."""
@@ -72,6 +74,8 @@ LEVELS: Mapping[str, tuple[float, ...]] = {
     "cut off": (0.2, 0.5),
     "unreadable": (0.2, 0.5),
     "equal": (0.75,),
+    "not offered": (0.05, 0.2, 0.5),
+    "failed tools": (0.2, 0.5),
 }
 """Shares at which a finding is reported. A small model that begins to learn has smaller ones."""
 
@@ -95,6 +99,92 @@ def call_findings(traces: Sequence[Trace], settings: CallSettings) -> list[Findi
         )
         found.append(Finding("unreadable", len(unreadable) / len(calls), sentence))
     return found
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """A readable tool call of a model's answer.
+
+    Attributes:
+        name: The tool.
+        offered: Names of the tools that the request offers; empty if they are not known.
+        failure: The result, if it says that the tool failed.
+    """
+
+    name: str
+    offered: Sequence[str]
+    failure: str | None
+
+
+def tool_calls(traces: Sequence[Trace]) -> list[ToolUse]:
+    """The tool calls of final attempts, in chat completions."""
+    found = []
+    for trace in traces:
+        calls = [call for call in trace.calls if trace.final and not call.given_back]
+        results: dict[Any, str] = {
+            message.get("tool_call_id"): str(message.get("content"))
+            for call in calls
+            for message in call.messages
+            if message.get("role") == "tool"
+        }
+        for call in calls:
+            offered = [str(one.get("function", one).get("name")) for one in call.tools]
+            for made in call.response.get("tool_calls") or ():
+                result = results.get(made.get("id"), "")
+                failure = result if failed_result(result) else None
+                found.append(ToolUse(str(made["function"]["name"]), offered, failure))
+    return found
+
+
+def tool_findings(traces: Sequence[Trace]) -> list[Finding]:
+    """Share of the tool calls whose tool was not offered, and of the others that failed."""
+    calls = tool_calls(traces)
+    invented = [call for call in calls if call.offered and call.name not in call.offered]
+    made = [call for call in calls if not call.offered or call.name in call.offered]
+    failed = [call for call in made if call.failure is not None]
+    found = []
+    if invented:
+        names = Counter(call.name for call in invented)
+        sentence = (
+            f"{len(invented)} of {len(calls)} tool calls are of tools that the request does not "
+            f"offer, most often {names.most_common(1)[0][0]!r:.60}; it offers "
+            f"{', '.join(invented[0].offered)}: name them in the system prompt"
+        )
+        found.append(Finding("not offered", len(invented) / len(calls), sentence))
+    if failed:
+        name, count = Counter(call.name for call in failed).most_common(1)[0]
+        example = next(call.failure for call in failed if call.name == name) or ""
+        sentence = (
+            f"{len(failed)} of {len(made)} tool calls failed, most often ({count} times) {name}: "
+            f"{' '.join(example.split()):.{CHARACTERS}}"
+        )
+        found.append(Finding("failed tools", len(failed) / len(made), sentence))
+    return found
+
+
+def figures(traces: Sequence[Trace]) -> list[str]:
+    """Calls, reward and share that was cut off of each role, and calls and failures of each tool;
+    nothing without roles and tools."""
+    roles: defaultdict[str, list[tuple[Call, float | None]]] = defaultdict(list)
+    for trace in traces:
+        for call in trace.calls if trace.final else ():
+            if call.role is not None and not call.given_back:
+                own = trace.reward if call.reward is None else call.reward
+                roles[call.role].append((call, own))
+    lines = []
+    for role, calls in sorted(roles.items()):
+        rewards = [reward for _, reward in calls if reward is not None]
+        cut = fmean(call.finish_reason == "length" for call, _ in calls)
+        reward = f", reward {fmean(rewards):.3f}" if rewards else ""
+        lines.append(f"role {role}: {len(calls)} calls{reward}, {cut:.0%} cut off")
+    tools: defaultdict[str, list[bool]] = defaultdict(list)
+    for made in tool_calls(traces):
+        offered = not made.offered or made.name in made.offered
+        name = made.name if offered else "(not offered)"
+        tools[name].append(made.failure is not None or not offered)
+    for name, failures in sorted(tools.items()):
+        lines.append(f"tool {name}: {len(failures)} calls, {fmean(failures):.0%} failed")
+    return lines
 
 
 def _limit(cut: Sequence[Call], settings: CallSettings) -> str:
@@ -164,7 +254,8 @@ def _groups(traces: Sequence[Trace]) -> list[list[float]]:
 
 class Notices:
     """Reports lost signal: when a share reaches one of `LEVELS`, and again only when it reaches a
-    higher level or has been below half of the lowest in between.
+    higher level or has been below half of the lowest in between. The first step's figures of roles
+    and tools are reported, too.
 
     Args:
         settings: Those of the run.
@@ -175,13 +266,16 @@ class Notices:
         self._settings = settings
         self._compared = compared
         self._reached: dict[str, int] = {}
+        self._figures_said = False
 
     def of(self, step: int, traces: Sequence[Trace], signal: SignalHistory) -> list[str]:
         """Messages that are due after a step, whose metrics `signal` includes."""
-        findings = {one.kind: one for one in call_findings(traces, self._settings)}
+        found_now = [*call_findings(traces, self._settings), *tool_findings(traces)]
+        findings = {one.kind: one for one in found_now}
         if self._compared and (equal := equal_groups(traces, signal)) is not None:
             findings[equal.kind] = equal
-        due = []
+        due = [] if self._figures_said else [f"step {step}: {line}" for line in figures(traces)]
+        self._figures_said = self._figures_said or bool(due)
         for kind, levels in LEVELS.items():
             found = findings.get(kind)
             reached = sum(found.share >= level for level in levels) if found else 0
@@ -347,97 +441,68 @@ def _why_quiet(
 # Where the time of a run goes, and which setting changes that.
 
 
-"""The metrics of a step."""
-
 DOMINANT = 0.6
-"""Minimum share of the time that is reported."""
-STEPS = 3
-"""Number of steps that are considered together: the first one loads and compiles."""
+"""Minimum share of the time for advice."""
+STEPS, SECONDS = 10, 120.0
+"""Minimum number of steps, and of their seconds, for advice; the first step loads and compiles."""
+SLOTS, AHEAD = 64, 4
+"""Answers at a time, and steps ahead, up to which benchmarks measured that more are faster."""
 
 
-def advice(history: Iterable[Metrics], config: RunConfig) -> tuple[str, str] | None:
-    """The dominant part of the latest steps, and advice; None if nothing dominates or no setting
-    would change it.
+def advice(history: Iterable[Metrics], config: RunConfig) -> str | None:
+    """Advice on the dominant part of a run's time; None if nothing dominates, the run was short, or
+    no setting changes it.
+
+    Each advised change has its gain in a benchmark: `advice` (more rollouts at a time), `async`
+    (collection ahead of training) or `engine` (more answers at a time).
 
     Args:
-        history: Metrics of the latest steps, the last one last.
+        history: Metrics of all steps.
         config: The effective configuration.
-
-    Returns:
-        The part's name, and the sentence.
     """
-    rows = [row for row in history if "time/idle" in row][-STEPS:]
-    if len(rows) < STEPS:
+    rows = [row for row in history if "time/idle" in row][1:]
+    if len(rows) < STEPS or sum(row["time/step"] for row in rows) < SECONDS:
         return None
 
     def seconds(name: str) -> float:
         return fmean(row.get(name, 0.0) for row in rows)
 
     of_rollouts = ("generation", "agent", "judge")
-    parts = {name: seconds(f"time/{name}") for name in (*of_rollouts, "training", "sync")}
-    step = sum(parts.values())
+    whole, parts = seconds("time/step"), {name: seconds(f"time/{name}") for name in of_rollouts}
     busy = sum(seconds(f"rollout_seconds/{name}") for name in of_rollouts)
     queue = seconds("rollout_seconds/queue")
-    more, slots, ahead = _more_at_once(config)
-    if more and queue > busy and seconds("time/idle") >= DOMINANT * step:
-        return "queue", (
-            f"rollouts wait {queue:.1f} s for a free slot and then take {busy:.1f} s: {more}, if "
-            "tools and memory allow it"
-        )
+    more, answers, ahead = _more_at_once(config)
     name = max(parts, key=lambda part: parts[part])
-    if parts[name] < DOMINANT * step:
-        return None
-    found = ""
-    if name == "agent":
-        slowest = "end the slowest early (explorer.over_rollout, tuner.max_tool_seconds)"
-        found = f"is waiting for the agents' own code and tools: {_either(ahead, more, slowest)}"
-    elif name == "judge" and (ahead or more):
-        found = f"is waiting for the judge: {_either(ahead, more)}"
-    elif name == "generation" and (more or slots):
-        together = " and ".join(filter(None, (more, slots)))
-        found = f"is waiting for answers: {together} to generate more of them together"
-    elif name == "sync":
-        found = (
-            "is sending new weights to the engine: larger steps (buffer.batch_size) do it less "
-            "often"
+    if more and name != "generation" and queue > busy and sum(parts.values()) >= DOMINANT * whole:
+        return (
+            f"advice: rollouts wait {queue:.1f} s for a free slot and then take {busy:.1f} s: "
+            f"{more}, if tools and memory allow it"
         )
-    elif name == "training" and not config.synchronizer.sync_offset:  # otherwise this is normal
-        found = _longer_micro_batches(rows, config)
-    whole = f"{parts[name] / step:.0%} of a step {found} (docs/training.md)"
-    return (name, whole) if found else None
+    changes = (answers,) if name == "generation" else (ahead, more)
+    if parts[name] < DOMINANT * whole or not any(changes):
+        return None
+    what = {"agent": "the agents' own code and tools", "judge": "the judge"}.get(name, name)
+    return (
+        f"advice: {parts[name] / whole:.0%} of the time is {what}: "
+        f"{', or '.join(filter(None, changes))} (docs/training.md)"
+    )
 
 
 def _more_at_once(config: RunConfig) -> tuple[str, str, str]:
     """Settings that run more rollouts at a time, generate more answers at a time, and collect
-    further ahead of training; each empty if it would change nothing."""
+    further ahead of training; each empty if it would change nothing, or its gain is unknown."""
     offset, runners = config.synchronizer.sync_offset, config.explorer.runner_per_model
     if config.tuner.deterministic:  # one rollout at a time, and none ahead of training
         return "", "", ""
     under_way = config.buffer.batch_size * config.algorithm.repeat_times * (1 + offset)
-    more = f"raise explorer.runner_per_model (now {runners})" if runners < under_way else ""
-    slots, at_once = config.tuner.max_slots, under_way if more else min(runners, under_way)
+    slots, useful = config.tuner.max_slots, min(under_way, SLOTS)
+    limits = {"explorer.runner_per_model": runners, "tuner.max_slots": slots}
+    low = [f"{name} (now {value})" for name, value in limits.items() if value < useful]
+    further = f"raise synchronizer.sync_offset (now {offset})" if offset < AHEAD else ""
     return (
-        more,
-        f"raise tuner.max_slots (now {slots})" if slots < at_once else "",
-        f"raise synchronizer.sync_offset (now {offset})"
+        f"raise explorer.runner_per_model (now {runners})" if runners < under_way else "",
+        f"raise {' and '.join(low)} to {useful}" if low else "",
+        further
         if offset
         else "set synchronizer.sync_offset, so that collection runs ahead of training",
     )
-
-
-def _longer_micro_batches(rows: Sequence[Metrics], config: RunConfig) -> str:
-    """Advice if each update is cut into several micro-batches; else empty."""
-    counts = [row.get("train/micro_batches", 1) for row in rows]
-    if min(counts) < 2:
-        return ""
-    tokens = config.trainer.max_token_len_per_gpu or "not set: 2 contexts"
-    return (
-        f"is training, and an update is cut into {max(counts):.0f} micro-batches: a larger "
-        f"trainer.max_token_len_per_gpu (now {tokens}) uses the device better, if memory allows it"
-    )
-
-
-def _either(*options: str) -> str:
-    """The options that are not empty, as a list."""
-    *others, last = filter(None, options)
-    return f"{', '.join(others)}, or {last}" if others else last

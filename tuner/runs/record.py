@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,7 +29,7 @@ from tuner.runs.directory import (
     read_metrics,
     write_atomically,
 )
-from tuner.runs.notices import STEPS, SignalHistory, advice
+from tuner.runs.notices import SignalHistory, advice
 from tuner.runs.result import EarlyEnd, TokenCounts, TuneResult
 from tuner.runs.timeline import Timeline
 from tuner.runs.trackers import Tracker, open_trackers
@@ -63,14 +65,14 @@ class RunRecord:
         self.start = last or 0
         # Without a checkpoint even step 0, the evaluation before training, is repeated.
         self._before = read_metrics(directory.metrics, up_to=-1 if last is None else last)
-        self.recent: deque[Mapping[str, float]] = deque(self._before, maxlen=STEPS)
+        self.recent: deque[Mapping[str, float]] = deque(self._before, maxlen=3)
+        self._resumes = directory.has_begun()
         self.signal = _signal_of(self._before, directory)
         self.timeline = Timeline(directory.timeline)
         self._file: JsonlMonitor | None = None
         self._trackers: list[Tracker] = []
         self._completed = False
         self.ended_early: EarlyEnd | None = None
-        self._advised: set[str] = set()
 
     @property
     def weights(self) -> Path | None:
@@ -91,14 +93,11 @@ class RunRecord:
         return range(self.start + 1, self.last_step + 1)
 
     def open(self, decisions: Sequence[str]) -> None:
-        """Announce how the run resumes and start logging; entries after the last checkpoint are
-        deleted.
+        """Start logging; entries after the last checkpoint are deleted.
 
         Args:
             decisions: Decisions about its parts, one sentence each.
         """
-        if self.weights is not None:
-            self.console.say(f"resuming after step {self.start} in {self.directory.path}")
         for sentence in decisions:
             self.console.say(sentence)
         config = self.config
@@ -113,6 +112,19 @@ class RunRecord:
             args=config.monitor.monitor_args,
         )
 
+    def beginning(self) -> str:
+        """Where the run is written, and from where it resumes."""
+        path = self.directory.path
+        if not self._resumes:
+            return f"run directory: {path}"
+        where = f"after step {self.start}" if self.start else "from the beginning"
+        last = self.directory.last_recorded_step()
+        again = ""
+        if last > self.start:
+            many = f"step {last}" if last == self.start + 1 else f"steps {self.start + 1} to {last}"
+            again = f"; the recorded rollouts of {many} are trained again"
+        return f"resuming {where} in {path}{again}"
+
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record and show the metrics of a step."""
         self.recent.append({"step": step, **metrics})
@@ -122,18 +134,16 @@ class RunRecord:
         self.console.log(step, metrics)
         for tracker in self._trackers:
             tracker.log(metrics, step)
-        found = advice(self.recent, self.config)
-        if found is not None and found[0] not in self._advised:
-            self._advised.add(found[0])
-            self.console.say(f"step {step}: {found[1]}")
 
-    def show(self, step: int, name: str, traces: Sequence[Trace]) -> None:
+    def show(
+        self, step: int, name: str, traces: Sequence[Trace], *, replayed: bool = False
+    ) -> None:
         """Send the trackers a table of some traces of a step, or of the evaluation with this name.
 
-        Some of the first step's are shown here, too.
+        Some of the first step's are shown here, too, unless an earlier process has shown them.
         """
-        if step == 1 and name == "train":
-            self.console.samples(traces)
+        if step == 1 and name == "train" and not replayed:
+            self.console.samples(traces, step)
         for tracker in self._trackers:
             tracker.show(step, name, traces)
 
@@ -172,6 +182,26 @@ class RunRecord:
             f"start the run again in the same way, and it resumes after step {step}"
         )
 
+    def interrupted(self) -> str:
+        """What an interrupted run leaves, and how it continues."""
+        directory, done = self.directory, int(self.recent[-1]["step"]) if self.recent else 0
+        saved, last = directory.checkpoint_steps()[-1:], directory.last_recorded_step()
+        kept = [f"the checkpoint of step {saved[0]}"] if saved else []
+        first = saved[0] + 1 if saved else 1
+        if last >= first:
+            many = f"step {first}" if last == first else f"steps {first} to {last}"
+            kept.append(f"the rollouts of {many}, which are not sampled again")
+        # Without these the same command would begin another run beside this one.
+        fresh = not self.config.continue_from_checkpoint
+        settings = ["continue_from_checkpoint=true"] if fresh else []
+        if fresh or "name" not in self.config.model_fields_set:
+            settings.append(f"name={directory.path.name}")
+        return (
+            f"interrupted after step {done} of {self.total_steps}\n"
+            f"kept in {directory.path}: {' and '.join(kept) or 'nothing'}\n"
+            f"to continue: {command(*settings)}"
+        )
+
     def finish(self, updates: int, *, rows: Mapping[str, int]) -> TuneResult:
         """Write `result.json`.
 
@@ -192,6 +222,8 @@ class RunRecord:
             result.tensorboard = self.directory.tensorboard
         write_atomically(self.directory.result, model_json(result))
         self._completed = True
+        if found := advice(result.history, self.config):
+            self.console.say(found)
         return result
 
     def close(self) -> None:
@@ -202,6 +234,25 @@ class RunRecord:
             if self._file is not None:
                 stack.callback(self._file.close)
             stack.callback(self.timeline.close)
+
+
+def command(*settings: str) -> str:
+    """How a person starts this process again, with these settings in place of those it has."""
+    program, *arguments = sys.orig_argv
+    if arguments and Path(arguments[0]).name == "tuner":
+        program, *arguments = "tuner", *arguments[1:]
+    given = [one for one in arguments if "=" in one and not one.startswith("-")]
+    if "ipykernel" in sys.modules or sys.argv[:1] == ["-c"]:
+        again = "run the cell again" if "ipykernel" in sys.modules else "the same command"
+        program, arguments, given = again, [], []
+    replaced = tuple(f"{setting.partition('=')[0]}=" for setting in settings)
+    kept = [one for one in arguments if not (replaced and one.startswith(replaced))]
+    shown = shlex.join([program, *kept]) if arguments else program
+    if not settings:
+        return shown
+    if given or "tuner" in (program, *arguments[1:2]):
+        return f"{shown} {shlex.join(settings)}"
+    return f"{shown}, after adding overrides={list(settings)!r} to tune()"
 
 
 _RESULTS = JsonReader[TuneResult](TuneResult, "a result")
@@ -271,6 +322,17 @@ def finished_result(
     result = read_result(directory, last)
     done = trains or any(row["step"] == last for row in result.history)
     return result if done else None
+
+
+def finished_notice(directory: RunDirectory, result: TuneResult) -> str:
+    """Says that a complete run was started again, and how to begin a new one."""
+    path = directory.path
+    return (
+        f"{path} is complete, with {result.steps} steps: nothing was trained, and this is its "
+        f"result\nto begin a new run ({free_name(path).name}): "
+        f"{command('continue_from_checkpoint=false')}\n"
+        f"to train this one further: raise buffer.total_steps or buffer.total_epochs"
+    )
 
 
 def _early_end(directory: RunDirectory) -> EarlyEnd | None:

@@ -4,6 +4,7 @@ that of a check."""
 from __future__ import annotations
 
 import io
+import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from html import escape
@@ -99,7 +100,7 @@ class TuneResult(BaseModel):
         rows = "".join(
             f"<tr><th style='text-align:left'>{escape(name)}</th>"
             f"<td style='text-align:left'>{escape(text)}</td></tr>"
-            for name, text in _rows(self)
+            for name, text in (*_numbers(self), *_paths(self))
         )
         return (
             f"<table><caption>{escape(_title(self))}</caption>{rows}</table>{curve(self.rewards)}"
@@ -114,21 +115,23 @@ def result_table(result: TuneResult) -> str:
     table = Table(title=_title(result), show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    for name, text in _rows(result):
+    for name, text in _numbers(result):
         table.add_row(name, text)
     if len(result.rewards) > 2:
         table.add_row("curve", plot(result.rewards))
     output = io.StringIO()
     Console(file=output, width=100, highlight=False).print(table)
-    return output.getvalue().rstrip()
+    # Outside the table, where no border and no line break keeps a path from being copied.
+    paths = [f"{name:<12} {text}" for name, text in _paths(result)]
+    return "\n".join([output.getvalue().rstrip(), *paths])
 
 
 def _title(result: TuneResult) -> str:
     return f"{result.run_dir.name}: {result.steps} steps"
 
 
-def _rows(result: TuneResult) -> Iterator[tuple[str, str]]:
-    """What the end of a run shows, as names and texts."""
+def _numbers(result: TuneResult) -> Iterator[tuple[str, str]]:
+    """The figures that the end of a run shows, as names and texts."""
     if result.ended_early is not None:
         yield "ended early", str(result.ended_early)
     for name, after in result.eval_after.items():
@@ -158,16 +161,32 @@ def _rows(result: TuneResult) -> Iterator[tuple[str, str]]:
     counted = f"{tokens.sampled} sampled = {tokens.trained} trained + {dropped or '0 dropped'}"
     all_of_rows = result.rows and not tokens.dropped
     yield "tokens", f"{tokens.trained} trained" if all_of_rows else counted
-    yield "time", duration(result.seconds)
+    yield "time", f"{duration(result.seconds)}{_shares(result)}"
+
+
+PARTS = ("generation", "agent", "judge", "training", "sync", "evaluation")
+"""Parts of the seconds of a step, `time/<part>`."""
+
+
+def _shares(result: TuneResult) -> str:
+    """`: generation 62%, ...`, the parts of the time of all steps; empty if it was not measured."""
+    spent = {part: sum(row.get(f"time/{part}", 0.0) for row in result.history) for part in PARTS}
+    whole = max(result.seconds, sum(spent.values()))
+    shown = [f"{part} {time / whole:.0%}" for part, time in spent.items() if time > 0.005 * whole]
+    return f": {', '.join(shown)}" if shown else ""
+
+
+def _paths(result: TuneResult) -> Iterator[tuple[str, str]]:
+    """What is left of a run, and the command that shows it."""
     if result.checkpoint is not None:
         yield "checkpoint", str(result.checkpoint)
     yield "traces", str(result.traces)
     report = result.run_dir / "report.html"
     if report.exists():
         yield "report", str(report)
-    yield "page", f"tuner view {result.run_dir}"
     if result.tensorboard is not None:
-        yield "TensorBoard", f"tensorboard --logdir {result.tensorboard}"
+        yield "TensorBoard", f"tensorboard --logdir {shlex.quote(str(result.tensorboard))}"
+    yield "next:", f"tuner view {shlex.quote(str(result.run_dir))}"
 
 
 def _evaluations(result: TuneResult, name: str) -> list[dict[str, float]]:

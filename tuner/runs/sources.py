@@ -32,7 +32,7 @@ from tuner.runs.record import RunRecord
 from tuner.runs.recorded import Examples, examples_of
 from tuner.runs.stack import chat_renderer, context_length, selection
 from tuner.tasks.selection import Curriculum, batch_indices, planned_steps, rows_taken
-from tuner.traces import Call, Outcome, Trace, untrainable, without_vote
+from tuner.traces import Call, Outcome, RolloutId, Trace, untrainable, without_vote
 from tuner.training.batch import (
     Batch,
     Selection,
@@ -248,25 +248,39 @@ class StepData:
         metrics: By name.
         traces: Every attempt of the rollouts; None for recorded data.
         worth: Effective sample size for the trained weights, if another run's weights sampled.
+        recorded: Rollouts that were recorded before this process.
     """
 
     batch: Batch | RecordedBatch
     metrics: dict[str, float]
     traces: Sequence[Trace] | None = None
     worth: EffectiveSamples | None = None
+    recorded: frozenset[RolloutId] = frozenset()
+
+    @property
+    def replayed(self) -> bool:
+        """Whether nothing was sampled for the step: its rollouts are those of an earlier process,
+        which has shown them."""
+        return bool(self.traces) and all(trace.id in self.recorded for trace in self.traces or ())
 
     def seconds(self, idle: float, training: float, sync: float) -> dict[str, float]:
         """Seconds of a step by use: waiting for data, the update, the transfer of weights to the
-        engine."""
+        engine. What was recorded before took none of them."""
         whole = idle + training + sync
+        if self.replayed:
+            return {"time/training": training, "time/sync": sync}
         if self.traces is None:
             return {
                 "time/training": whole,
                 "tokens_per_second": self.batch.trained_tokens / whole,
             }
         assert isinstance(self.batch, Batch), "rows of recorded data are not rollouts"
-        split = time_split(self.traces or (), idle, training, sync)
-        return {**split, "tokens_per_second": self.batch.sampled_tokens / whole}
+        sampled, traces = self.batch.sampled_tokens, self.traces
+        if self.recorded:
+            traces = [trace for trace in traces if trace.id not in self.recorded]
+            sampled = sum(trace.sampled_tokens for trace in traces)
+        split = time_split(traces, idle, training, sync)
+        return {**split, "tokens_per_second": sampled / whole}
 
 
 class Source(Protocol):
@@ -397,8 +411,9 @@ class RolloutSource(Source):
         discount = config.tuner.algorithm.turn_discount
         metrics["signal"] = float(has_signal(batch, config.algorithm.advantage_fn, discount))
         self._reasons = untrained(metrics)
+        data = StepData(batch, metrics, traces, recorded=collected.recorded)
         cost = int(metrics.get(RECOMPUTED, 0))
-        if cost and not self._costs_said:
+        if cost and not self._costs_said and not data.replayed:
             self._costs_said = True
             record.console.say(reasoning_notice(step, cost))
         if groups.ahead:
@@ -408,13 +423,14 @@ class RolloutSource(Source):
         selector = config.tuner.tasks.selector
         if selector is not None and selector.field is not None:
             metrics |= metrics_by_field(traces, selector.field)
-        self._say_advice()
-        for notice in self._notices.of(step, traces, record.signal.after(metrics)):
-            record.console.say(notice)
+        if not data.replayed:
+            self._say_advice()
+            for notice in self._notices.of(step, traces, record.signal.after(metrics)):
+                record.console.say(notice)
         if config.mode == "explore":
-            batch = _explored(batch)
+            data = replace(data, batch=(batch := _explored(batch)))
             metrics |= {"tokens/trained": 0} | _dropped(batch.dropped_tokens)
-        return StepData(batch, metrics, traces)
+        return data
 
     def _say_advice(self) -> None:
         """Print advice: fixes for the selector, and where rollouts should begin; repeated when it

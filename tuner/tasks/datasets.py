@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from tuner.config.keys import hub_or_cache
 from tuner.config.source import DATA_FILES, MOST_LEVELS, path_or_name
 from tuner.encoding import NotText, decoded, read_text_file, show_all
 from tuner.errors import ConfigError, DatasetError
@@ -457,14 +458,17 @@ def _read_hub(path: str, subset: str | None, split: str | None) -> Sequence[Task
         subset = _main_subset(path)
     if split is None:
         raise DatasetError(f"dataset {path!r}: name a split, such as split='train'")
-    return _from_datasets(path, path, name=subset, split=split)
+    import datasets
+
+    with _as_dataset_error(f"dataset {path!r}"), hub_or_cache():
+        return _arrow_rows(datasets.load_dataset(path, name=subset, split=split))
 
 
 def _main_subset(path: str) -> str | None:
     """The default subset; logged, since there was a choice."""
     import datasets
 
-    with _as_dataset_error(f"dataset {path!r}"):
+    with _as_dataset_error(f"dataset {path!r}"), hub_or_cache():
         subsets = list(datasets.get_dataset_config_names(path))
     if len(subsets) < 2:
         return None

@@ -19,7 +19,7 @@ from tuner.rollouts import StepPlan, collect
 from tuner.rollouts.chat_models import default_kind
 from tuner.rollouts.worker_pool import pool_of
 from tuner.runs.directory import run_async
-from tuner.runs.metrics import batch_metrics
+from tuner.runs.metrics import batch_metrics, has_signal
 from tuner.runs.notices import CallSettings, call_findings, untrained
 from tuner.runs.placement import micro_batch_tokens, peak_of
 from tuner.runs.recorded import Examples
@@ -91,7 +91,11 @@ async def _check(run: RunPlan) -> Verdict:
             forward = _forward_seconds(build_trainer(config, stack, total_steps=1), batch)
         settings = CallSettings.of(config, stack.engine.capabilities.max_model_len)
         reasons = "" if config.mode == "explore" else untrained(batch_metrics(batch))
-        words = list(_last_words(final, reasons, settings))
+        discount = config.tuner.algorithm.turn_discount
+        silent = config.mode != "explore" and not has_signal(
+            batch, config.algorithm.advantage_fn, discount
+        )
+        words = list(_last_words(final, reasons, settings, silent=silent))
         sections = [
             inputs(run, stack, apart),
             _one_call(stack, final),
@@ -99,7 +103,7 @@ async def _check(run: RunPlan) -> Verdict:
             _plan(run, stack, final, batch.rows, rollout=fastest, forward=forward),
             words,
         ]
-        return Verdict.of(words[0].startswith("READY"), sections)
+        return Verdict.of(not words[0].startswith("NOT READY"), sections)
 
 
 def _forward_seconds(trainer: PolicyTrainer, batch: Batch | RecordedBatch) -> float:
@@ -274,14 +278,18 @@ def memory_line(config: RunConfig, stack: Stack, rows: Sequence[Row], times: flo
     return f"{line}, {peak / 2**30:.2f} with micro-batches of {largest} tokens"
 
 
-def _last_words(traces: Sequence[Trace], reasons: str, settings: CallSettings) -> Iterator[str]:
-    """Say if the run can start, and if not, why.
+def _last_words(
+    traces: Sequence[Trace], reasons: str, settings: CallSettings, *, silent: bool
+) -> Iterator[str]:
+    """Say if the run can start, and if not, or if it may not learn, why.
 
     Args:
         traces: The rollouts.
         reasons: Why none of their calls can be trained (`untrained`).
         settings: The run's call settings.
+        silent: Whether there is no difference between them to learn from.
     """
+    cut = [trace for trace in traces if trace.calls and trace.calls[-1].finish_reason == "length"]
     failed = [trace for trace in traces if trace.outcome is not Outcome.COMPLETED]
     if failed:
         yield f"NOT READY: {len(failed)} of {len(traces)} rollouts did not complete."
@@ -290,9 +298,22 @@ def _last_words(traces: Sequence[Trace], reasons: str, settings: CallSettings) -
             yield f"  {outcome}: {error}"
     elif reasons:
         yield f"NOT READY: no call can be trained; dropped tokens by reason: {reasons}."
-    elif all(trace.calls and trace.calls[-1].finish_reason == "length" for trace in traces):
-        cut = call_findings(traces, settings)[0]
-        yield f"NOT READY: no rollout finished: {cut.sentence}."
+    elif cut:
+        finding = call_findings(traces, settings)[0].sentence
+        if len(cut) == len(traces):
+            yield f"NOT READY: no rollout finished: {finding}."
+        else:
+            yield f"DOUBTFUL: {len(cut)} of {len(traces)} rollouts did not finish: {finding}."
+    elif silent:
+        rewards = ", ".join(dict.fromkeys(f"{t.reward:g}" for t in traces if t.reward is not None))
+        yield (
+            f"DOUBTFUL: both rollouts completed, but nothing can be learned from them: reward "
+            f"{rewards or 'none'}, and training uses differences."
+        )
+        yield (
+            "  The run can start, and larger groups (algorithm.repeat_times) may differ; after its "
+            "first step it says in how many they do."
+        )
     else:
         yield "READY: both rollouts completed."
 

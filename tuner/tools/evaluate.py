@@ -27,6 +27,7 @@ from tuner.encoding import model_json
 from tuner.errors import ConfigError, TrainingError, system_faults
 from tuner.gateway import SamplingDefaults
 from tuner.rollouts import StepPlan
+from tuner.rollouts.chat_models import quiet_agents
 from tuner.runs.console import ConsoleMonitor
 from tuner.runs.directory import RunDirectory, make_private, outside_event_loop, write_atomically
 from tuner.runs.estimates import Estimate, estimate, paired, passes, rewards_by_task
@@ -369,7 +370,7 @@ def _scores(run: RunPlan, candidate: Candidate, folder: Path | None) -> Candidat
         make_private(folder)
         write_atomically(own.config, config.to_yaml())
         store = TraceStore(own.traces)
-    with deterministic_torch(config.tuner.deterministic):
+    with deterministic_torch(config.tuner.deterministic), quiet_agents():
         sets = asyncio.run(_try(replace(run, config=config), candidate.name, store))
     gc.collect()  # reference cycles would keep the model in memory while the next one loads
     return CandidateScores(name=candidate.name, path=candidate.path, sets=sets)

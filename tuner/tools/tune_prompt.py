@@ -31,7 +31,7 @@ from tuner.errors import (
     system_faults,
 )
 from tuner.gateway import SamplingDefaults
-from tuner.rollouts.chat_models import remote_client
+from tuner.rollouts.chat_models import quiet_agents, remote_client
 from tuner.runs.console import ConsoleMonitor
 from tuner.runs.directory import (
     OBJECTS,
@@ -405,7 +405,8 @@ class PromptSearch:
             else:
                 with reported(directory, leave_page):
                     began = time.perf_counter()
-                    prompts, metrics = run_async(self._found(directory))
+                    with quiet_agents():
+                        prompts, metrics = run_async(self._found(directory))
                     metrics["seconds"] = time.perf_counter() - began
                     text = json.dumps({"prompts": prompts, "metrics": metrics}, indent=2)
                     write_atomically(directory.result, text)

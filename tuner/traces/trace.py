@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -189,3 +190,19 @@ def without_vote(trace: Trace, left_out: Callable[[Call], str | None] = untraina
         tokens[reason or "masked"] += call.sampled_tokens
     (reason, count), *_ = tokens.most_common(1) or [("", 0)]
     return reason if count else "nothing_sampled"
+
+
+# Beginnings of tool results that frameworks use for failures.
+_FAILED = ("error", "an error occurred", "traceback (most recent call last)", "exception:")
+
+
+def failed_result(text: str) -> bool:
+    """Whether a tool's result says that the tool failed: it begins like an error of agent
+    frameworks, or is a JSON object with an `error`."""
+    start = text.lstrip()
+    if start.startswith("{"):
+        try:
+            return bool(json.loads(start).get("error"))
+        except ValueError:
+            return False
+    return start[:40].lower().startswith(_FAILED)

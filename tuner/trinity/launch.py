@@ -29,7 +29,7 @@ from tuner.runs.directory import (
     write_atomically,
 )
 from tuner.runs.notices import CallSettings
-from tuner.runs.record import read_result, summarize
+from tuner.runs.record import finished_notice, read_result, summarize
 from tuner.runs.result import TuneResult
 from tuner.traces import TraceStore
 from tuner.trinity import nodes, workers
@@ -102,7 +102,7 @@ def run_trinity(
         write_atomically(directory.config, to_yaml(prepared.tree, resolved.references))
         write_atomically(directory.path / "data.json", json.dumps(prepared.fingerprint, indent=2))
         if (finished := run.finished()) is not None:
-            logger.warning("%s is complete; returning its result", directory.path)
+            logger.warning("%s", finished_notice(directory, finished))
             report(directory, None)  # the process may have been killed before it was written
             return finished
         with reported(directory, report):

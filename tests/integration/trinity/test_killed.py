@@ -140,7 +140,7 @@ def test_a_run_that_loses_its_driver_trainer_and_engine_trains_every_step_once(k
 
     # Once more: it is complete, and Ray is not started.
     driver = killed.start()
-    assert "is complete; returning its result" in killed.ended(driver, minutes=10)
+    assert "is complete, with" in killed.ended(driver, minutes=10)
     assert driver.returncode == 0
 
 

@@ -6,13 +6,9 @@
 Overrides take the keys of config.yaml, as in `buffer.total_steps=30`.
 """
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
-
-# Agents print every message otherwise, thousands of them; has to be said before the import.
-os.environ.setdefault("AGENTSCOPE_DISABLE_CONSOLE_OUTPUT", "true")
 
 from tuner import (
     JudgeOutput,

@@ -24,6 +24,7 @@ from tuner.tasks.datasets import ALIKE, common_beginning, row_text, shortened
 from tuner.traces import Origin, branches
 from tuner.traces.reading import InvalidRecord, open_file
 from tuner.traces.store import STORED, is_one_path, trace_from_json
+from tuner.traces.trace import failed_result
 
 Json = dict[str, Any]
 
@@ -32,8 +33,6 @@ SHOWN = 160
 SEARCHED = 2000
 # Fields of a task with the question; lists show them first.
 ASKING = ("question", "prompt", "problem", "instruction", "query", "input", "task", "messages")
-# Beginnings of tool results that frameworks use for failures.
-FAILED = ("error", "an error occurred", "traceback (most recent call last)", "exception:")
 UNREADABLE = "(unreadable call)"
 NOT_OFFERED = "(not offered)"
 
@@ -232,7 +231,7 @@ def tool_uses(trace: Json) -> Iterator[tuple[str, bool, float | None]]:
             key = message.get("tool_call_id") if isinstance(message, dict) else None
             if key in pending:
                 name, ended = pending.pop(key)
-                yield name, _failed(_text(message.get("content"))), call["started"] - ended
+                yield name, failed_result(_text(message.get("content"))), call["started"] - ended
         if given_back(call):
             continue
         offered = {tool.get("function", tool).get("name") for tool in call["tools"]}
@@ -247,16 +246,6 @@ def tool_uses(trace: Json) -> Iterator[tuple[str, bool, float | None]]:
             yield UNREADABLE, True, None
     for name, _ in pending.values():
         yield name, False, None
-
-
-def _failed(result: str) -> bool:
-    start = result.lstrip()
-    if start.startswith("{"):
-        try:
-            return bool(json.loads(start).get("error"))
-        except ValueError:
-            return False
-    return start[:40].lower().startswith(FAILED)
 
 
 def _calls(trace: Json) -> Iterator[dict[str, Any]]:
