@@ -22,8 +22,11 @@ PAGES = (
     "CHANGELOG.md",
     "docs/**/*.md",
     "docs/*.png",
-    "benchmarks/README.md",
+    "docs/*.svg",
+    "docs/*.css",
+    "benchmarks/*.md",
 )
+INLINE_CODE = re.compile(r"(?<!<pre>)(?<!</span>)<code>[^<]+</code>")
 LINK = re.compile(r"(?<=\]\()[^)#\s:]+")
 README, LIST = "README.md", "index.md"
 
@@ -65,6 +68,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{found[0].rstrip('/')}/{README if (folder / README).exists() else LIST}"
 
     return LINK.sub(to_list, markdown)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """A key breaks after a dot, an underscore or a slash; docs/site.css forbids it elsewhere."""
+    return INLINE_CODE.sub(lambda found: re.sub(r"(?<=\w)([._/])(?=\w)", r"\1<wbr>", found[0]), output)
 
 
 def _name(path: Path) -> str:
