@@ -27,6 +27,7 @@ PAGES = (
     "benchmarks/*.md",
 )
 INLINE_CODE = re.compile(r"(?<!<pre>)(?<!</span>)<code>[^<]+</code>")
+KEY_END = re.compile(r"(?<=\w)([._/])(?=\w)")
 LINK = re.compile(r"(?<=\]\()[^)#\s:]+")
 README, LIST = "README.md", "index.md"
 
@@ -72,7 +73,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     """A key breaks after a dot, an underscore or a slash; docs/site.css forbids it elsewhere."""
-    return INLINE_CODE.sub(lambda found: re.sub(r"(?<=\w)([._/])(?=\w)", r"\1<wbr>", found[0]), output)
+    return INLINE_CODE.sub(lambda found: KEY_END.sub(r"\1<wbr>", found[0]), output)
 
 
 def _name(path: Path) -> str:

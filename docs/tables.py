@@ -1,7 +1,7 @@
 """Writes the generated pages: `python -m docs.tables`, in the environment of `make test`.
 
-docs/reference/ from the schema, the command line and the tables in code, and benchmarks/README.md
-from benchmarks/results. The two tables that take minutes have their own commands:
+docs/reference/ from the schema, the command line and the tables in code, and benchmarks/*.md from
+benchmarks/results. The two tables that take minutes have their own commands:
 `make test-models ARGS=--write` (models.md) and `python -m tests.gateway.template_matrix FOLDER
 --write` (templates.md).
 """
@@ -169,29 +169,29 @@ API = f"""\
 {GENERATED} The source is the public names and their docstrings.
 """
 
-API_PAGES = {
-    "training": ("tuner", "../tutorial.md", ""),
+API_PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "training": ("tuner", "../tutorial.md", ()),
     "settings": (
         "tuner",
         "configuration.md",
-        "tuner.tasks.settings tuner.tasks.datasets tuner.tasks.selection tuner.config",
+        ("tasks.settings", "tasks.datasets", "tasks.selection", "config"),
     ),
-    "evaluation": ("tuner", "../prompts.md", "tuner.tools tuner.rewards"),
-    "errors": ("tuner", "", "tuner.errors"),
-    "environments": ("tuner.environments", "../environments.md", ""),
-    "serving": ("tuner.serving", "../serving.md", ""),
-    "traces": ("tuner.traces", "../traces.md", ""),
-    "rewards": ("tuner.rewards", "../rewards.md", ""),
-    "testing": ("tuner.testing", "../testing_agents.md", ""),
-    "areal_agents": ("tuner.areal", "../migrating.md", ""),
+    "evaluation": ("tuner", "../prompts.md", ("tools", "rewards")),
+    "errors": ("tuner", "", ("errors",)),
+    "environments": ("tuner.environments", "../environments.md", ()),
+    "serving": ("tuner.serving", "../serving.md", ()),
+    "traces": ("tuner.traces", "../traces.md", ()),
+    "rewards": ("tuner.rewards", "../rewards.md", ()),
+    "testing": ("tuner.testing", "../testing_agents.md", ()),
+    "areal_agents": ("tuner.areal", "../migrating.md", ()),
     "areal_training": (
         "tuner.areal",
         "../migrating.md",
-        "tuner.areal.actor tuner.areal.rollout_engine tuner.areal.shared_run tuner.areal.experiment tuner.areal.trajectory_batch tuner.areal.trajectories",
+        ("actor", "experiment", "rollout_engine", "shared_run", "trajectories", "trajectory_batch"),
     ),
 }
-"""Pages of the API: the module that names are imported from, the guide, and where the names are
-defined; without that, what the module's other pages leave."""
+"""Pages of the API: the module that names are imported from, the guide, and in which modules below
+it the page's names are defined; without that, it has what the other pages leave."""
 
 
 def _sections() -> dict[str, list[str]]:
@@ -504,13 +504,12 @@ def _api_pages() -> dict[str, list[Any]]:
     """What each page of the API shows."""
     pages: dict[str, list[Any]] = {page: [] for page in API_PAGES}
     for module, values in public().items():
-        fitting = {page: row[2].split() for page, row in API_PAGES.items() if row[0] == module}
+        of_module = {page: row[2] for page, row in API_PAGES.items() if row[0] == module}
+        rest = next(page for page, places in of_module.items() if not places)
+        by_place = {f"{module}.{one}.": page for page in of_module for one in of_module[page]}
         for value in values:
             at = f"{value.__module__}."
-            named = (
-                page for page in fitting if any(at.startswith(f"{one}.") for one in fitting[page])
-            )
-            rest = next(page for page in fitting if not fitting[page])
+            named = (page for place, page in by_place.items() if at.startswith(place))
             pages[next(named, rest)].append(value)
     return pages
 
@@ -574,7 +573,7 @@ PAGES: dict[Path, Callable[[], str]] = {
     REFERENCE / "api.md": api,
     **{REFERENCE / f"api/{page}.md": partial(api_of, page) for page in API_PAGES},
     REFERENCE / "licences.md": licences.page,
-    _readme.README: _readme.page,
+    **_readme.PAGES,
 }
 
 
