@@ -71,6 +71,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return LINK.sub(to_list, markdown)
 
 
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> None:
+    """In the table of contents a key is named without the section that it stands under."""
+    for section in (section for title in page.toc for section in title.children):
+        for key in section.children:
+            key.title = key.title.removeprefix(f"{section.title}.")
+        section.title = KEY_END.sub(r"\1<wbr>", section.title)
+
+
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     """A key breaks after a dot, an underscore or a slash; docs/site.css forbids it elsewhere."""
     return INLINE_CODE.sub(lambda found: KEY_END.sub(r"\1<wbr>", found[0]), output)
