@@ -2,8 +2,8 @@
 
 docs/reference/ from the schema, the command line and the tables in code, and benchmarks/*.md from
 benchmarks/results. The two tables that take minutes have their own commands:
-`make test-models ARGS=--write` (models.md) and `python -m tests.gateway.template_matrix FOLDER
---write` (templates.md).
+`make test-models ARGS=--write` (models*.md) and `python -m tests.gateway.template_matrix FOLDER
+--write` (templates*.md).
 """
 
 from __future__ import annotations

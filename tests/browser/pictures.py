@@ -1,8 +1,8 @@
 """Compares what a browser shows with a small picture in the repository, whatever the fonts.
 
 Both are shrunk to cells of 10 pixels that are black where something is drawn: columns, tables,
-bars and pictures are seen, letters are not. `TUNER_WRITE_PICTURES=1 pytest tests/browser` writes the pictures
-anew.
+bars and pictures are seen, letters are not. `TUNER_WRITE_PICTURES=1 pytest tests/browser` writes
+them anew.
 """
 
 import os
