@@ -39,6 +39,19 @@ def test_links_lead_to_files_and_headings_that_are_there(page):
             assert anchor in anchors(linked), f"{page.name}: {target}: there is no such heading"
 
 
+MOST_WORDS = 3000
+LOGS = ("CHANGELOG.md",)
+"""Pages that grow with each change and that nobody reads from top to bottom."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_is_short_and_its_diagrams_need_no_network(page):
+    tokens = [token for token in parsed(page) if token.type in ("text", "code_inline", "fence")]
+    words = sum(len(token.content.split()) for token in tokens)
+    assert words <= MOST_WORDS or page.name in LOGS, f"{page}: {words} words; split it"
+    assert "mermaid" not in {token.info for token in tokens}, f"{page}: draw it as an SVG"
+
+
 @pytest.mark.parametrize("folder", ["benchmarks", "config.yaml", "examples", "tests", "tuner"])
 def test_pages_that_other_files_name_are_there(folder):
     """Sentences of errors, comments and notebooks say `docs/serving.md` and the like."""
