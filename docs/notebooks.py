@@ -17,7 +17,7 @@ NOTEBOOKS = sorted((ROOT / "examples").glob("*/*.ipynb"))
 
 def executed(path: Path, notebook: NotebookNode | None = None) -> NotebookNode:
     """The notebook with the outputs of one run, in the folder that it is in."""
-    notebook = notebook or nbformat.read(path, as_version=4)
+    notebook = notebook or nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
     resources = {"metadata": {"path": path.parent}}
     NotebookClient(notebook, timeout=600, kernel_name="python3", resources=resources).execute()
     return notebook
@@ -46,7 +46,7 @@ def main(names: list[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             os.environ["TUNER_CHECKPOINT_ROOT_DIR"] = folder
             notebook = for_people(executed(path), Path(folder))
-        nbformat.write(notebook, path)
+        nbformat.write(notebook, path)  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":

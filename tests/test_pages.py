@@ -10,7 +10,17 @@ import pytest
 
 from docs import tables
 from tests.kit import forked, runs
-from tests.pages import MARKDOWN, PAGES, ROOT, Block, blocks, marked_blocks, parsed
+from tests.pages import (
+    LOGS,
+    MARKDOWN,
+    MOST_WORDS,
+    PAGES,
+    ROOT,
+    Block,
+    blocks,
+    marked_blocks,
+    parsed,
+)
 from tuner.config import load_config
 from tuner.loop import run_local
 
@@ -37,11 +47,6 @@ def test_links_lead_to_files_and_headings_that_are_there(page):
         assert linked.exists(), f"{page.name}: {target}: there is no such file"
         if anchor:
             assert anchor in anchors(linked), f"{page.name}: {target}: there is no such heading"
-
-
-MOST_WORDS = 3000
-LOGS = ("CHANGELOG.md",)
-"""Pages that grow with each change and that nobody reads from top to bottom."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
