@@ -5,7 +5,7 @@
 # make types   mypy alone
 # make test-agentscope2   the tests that need AgentScope 2.x, in an environment of its own
 # make test-real   the tests that train a real language model on a CPU; 94 MB more in the first environment
-# make test-browser   the page of a run in a real browser; needs Chromium
+# make test-browser   the page of a run and the site in a real browser; needs Chromium
 # make test-frameworks   the tests that need agent frameworks or DSPy, in an environment of their own
 # make test-trackers   the tests that run W&B, MLflow and SwanLab, in an environment of their own
 # make test-environments   the tests with verifiers, OpenEnv, TRL and gymnasium, in an environment of their own
@@ -110,7 +110,7 @@ $(VENV2)/.installed: pyproject.toml constraints-agentscope2.txt
 test-agentscope2: $(VENV2)/.installed
 	$(BIN2)/pytest tests/integration/agentscope2
 
-test-browser: $(VENV)/.installed-dev
+test-browser: $(VENV)/.installed-dev $(VENV9)/.installed
 	$(BIN)/pytest tests/browser
 
 $(VENV3)/.installed: pyproject.toml constraints-frameworks.txt

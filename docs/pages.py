@@ -22,8 +22,12 @@ PAGES = (
     "CHANGELOG.md",
     "docs/**/*.md",
     "docs/*.png",
-    "benchmarks/README.md",
+    "docs/*.svg",
+    "docs/*.css",
+    "benchmarks/*.md",
 )
+INLINE_CODE = re.compile(r"(?<!<pre>)(?<!</span>)<code>[^<]+</code>")
+KEY_END = re.compile(r"(?<=\w)([._/])(?=\w)")
 LINK = re.compile(r"(?<=\]\()[^)#\s:]+")
 README, LIST = "README.md", "index.md"
 
@@ -65,6 +69,19 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{found[0].rstrip('/')}/{README if (folder / README).exists() else LIST}"
 
     return LINK.sub(to_list, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> None:
+    """In the table of contents a key is named without the section that it stands under."""
+    for section in (section for title in page.toc for section in title.children):
+        for key in section.children:
+            key.title = key.title.removeprefix(f"{section.title}.")
+        section.title = KEY_END.sub(r"\1<wbr>", section.title)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """A key breaks after a dot, an underscore or a slash; docs/site.css forbids it elsewhere."""
+    return INLINE_CODE.sub(lambda found: KEY_END.sub(r"\1<wbr>", found[0]), output)
 
 
 def _name(path: Path) -> str:

@@ -1,9 +1,9 @@
 """Writes the generated pages: `python -m docs.tables`, in the environment of `make test`.
 
-docs/reference/ from the schema, the command line and the tables in code, and benchmarks/README.md
-from benchmarks/results. The two tables that take minutes have their own commands:
-`make test-models ARGS=--write` (models.md) and `python -m tests.gateway.template_matrix FOLDER
---write` (templates.md).
+docs/reference/ from the schema, the command line and the tables in code, and benchmarks/*.md from
+benchmarks/results. The two tables that take minutes have their own commands:
+`make test-models ARGS=--write` (models*.md) and `python -m tests.gateway.template_matrix FOLDER
+--write` (templates*.md).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import NoneType, UnionType
@@ -85,10 +86,24 @@ Hub. Of a Hub dataset with several subsets, `default` or `main` is used unless y
 **Errors.** Unknown keys, values of the wrong type, and values that the backend does not support are
 refused by name before anything is loaded. All problems are reported together.
 """
+HOW_TO_SET = "[Configuration](../configuration.md) says how settings are given.\n"
+TOPICS = {
+    "algorithm": ["algorithm"],
+    "model": ["model"],
+    "data": ["buffer"],
+    "rollouts": ["explorer"],
+    "training": ["synchronizer", "trainer", "monitor", "cluster"],
+    "tuner": ["tuner"],
+    "learning": ["tuner.branching", "tuner.history", "tuner.algorithm", "tuner.critic"],
+    "serving": ["tuner.serving"],
+}
+"""Pages of the configuration, with the sections that each has."""
 
-FOREIGN_KEYS = """\
-## Trinity-RFT keys without a use on the local backend
+FOREIGN_TITLE = "Trinity-RFT keys without a use on the local backend"
+FOREIGN_KEYS = f"""\
+# {FOREIGN_TITLE}
 
+{GENERATED} {HOW_TO_SET}
 One process on one machine has no cluster, no second copy of the weights and no stored rollouts. The
 local backend accepts these keys at the values that describe what it does, and refuses other values.
 `null` is always accepted. `*` stands for an index, `**` for all keys below.
@@ -169,42 +184,76 @@ API = f"""\
 {GENERATED} The source is the public names and their docstrings.
 """
 
-MODULES = {
-    "tuner": "Training",
-    "tuner.environments": "Environments",
-    "tuner.serving": "Serving",
-    "tuner.traces": "Traces",
-    "tuner.rewards": "Rewards",
-    "tuner.testing": "Tests of agents",
-    "tuner.areal": "AReaL",
+API_PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "training": ("tuner", "../tutorial.md", ()),
+    "settings": (
+        "tuner",
+        "configuration.md",
+        ("tasks.settings", "tasks.datasets", "tasks.selection", "config"),
+    ),
+    "evaluation": ("tuner", "../prompts.md", ("tools", "rewards")),
+    "errors": ("tuner", "", ("errors",)),
+    "environments": ("tuner.environments", "../environments.md", ()),
+    "serving": ("tuner.serving", "../serving.md", ()),
+    "traces": ("tuner.traces", "../traces.md", ()),
+    "rewards": ("tuner.rewards", "../rewards.md", ()),
+    "testing": ("tuner.testing", "../testing_agents.md", ()),
+    "areal_agents": ("tuner.areal", "../migrating.md", ()),
+    "areal_training": (
+        "tuner.areal",
+        "../migrating.md",
+        ("actor", "experiment", "rollout_engine", "shared_run", "trajectories", "trajectory_batch"),
+    ),
 }
-GUIDES = {
-    "tuner.environments": "environments.md",
-    "tuner.serving": "serving.md",
-    "tuner.traces": "agents.md",
-    "tuner.rewards": "rewards.md",
-    "tuner.testing": "testing_agents.md",
-    "tuner.areal": "migrating.md",
-}
+"""Pages of the API: the module that names are imported from, the guide, and in which modules below
+it the page's names are defined; without that, it has what the other pages leave."""
 
 
-def configuration() -> str:
-    """The text of configuration.md."""
+def _sections() -> dict[str, list[str]]:
+    """The keys of each section, as text."""
     sections: dict[str, list[str]] = {}
     for path, info in fields():
         section = path.rpartition(".")[0]
         if not _has_own_heading(info) and section != "tuner.on_failure":
-            sections.setdefault(section, []).append(_row(path, info))
-    parts = [CONFIGURATION]
-    for section, rows in sections.items():
-        title = f"`{section}`" if section else "Top level"
-        parts.append(
-            f"## {title}\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
-            + "\n".join(rows)
-            + "\n"
-        )
-    parts.append(FOREIGN_KEYS + "\n".join(_foreign_rows()) + "\n")
+            sections.setdefault(section, []).append(_key(path, info))
+    return sections
+
+
+def _topic_of(section: str) -> str:
+    """The page of a section: the longest prefix in `TOPICS`; "" for the first page."""
+    prefixes = (section.rsplit(".", n)[0] for n in range(section.count(".") + 1))
+    return next((topic for one in prefixes for topic in TOPICS if one in TOPICS[topic]), "")
+
+
+def configuration() -> str:
+    """The text of configuration.md: how settings are given, the top level, where the others are."""
+    sections = _sections()
+    parts = [CONFIGURATION, "| sections | |", "|---|---|"]
+    for topic in TOPICS:
+        names = [f"`{name}`" for name in sections if name and _topic_of(name) == topic]
+        parts.append(_table_row(f"[{_title(topic)}](configuration/{topic}.md)", ", ".join(names)))
+    foreign = f"[{FOREIGN_TITLE}](configuration/trinity_rft.md)"
+    return "\n".join([*parts, _table_row(foreign, ""), "", "## Top level", "", *sections[""]])
+
+
+def configuration_of(topic: str) -> str:
+    """The text of a page in configuration/."""
+    parts = [f"# Configuration: {_title(topic)}\n\n{GENERATED} {HOW_TO_SET}"]
+    for section, keys in _sections().items():
+        if _topic_of(section) == topic:
+            # Links in the schema are those of a page in docs/.
+            text = re.sub(r"\]\((?=[\w/]+\.md)", "](../../", "\n".join(keys))
+            parts.append(f"## `{section}`\n\n{text}")
     return "\n".join(parts)
+
+
+def _title(topic: str) -> str:
+    return topic.replace("_", " ").replace("areal", "AReaL")
+
+
+def foreign_keys() -> str:
+    """The text of configuration/trinity_rft.md."""
+    return FOREIGN_KEYS + "\n".join(_foreign_rows()) + "\n"
 
 
 def _has_own_heading(info: FieldInfo) -> bool:
@@ -212,11 +261,11 @@ def _has_own_heading(info: FieldInfo) -> bool:
     return isinstance(info.annotation, type) and issubclass(info.annotation, Section)
 
 
-def _row(path: str, info: FieldInfo) -> str:
-    kind = _type(info.annotation)
-    # Links in the schema are those of a page in docs/.
-    meaning = re.sub(r"\]\((?=[\w/]+\.md)", "](../", info.description or "")
-    return _table_row(f"`{path}`", kind, _default(info), meaning)
+def _key(path: str, info: FieldInfo) -> str:
+    """A heading of its own, so that the search and links lead to the key."""
+    default = _default(info)
+    kind = "; ".join(part for part in (_type(info.annotation), default) if part)
+    return f"### `{path}`\n\n{kind}\n\n{info.description}\n"
 
 
 def _table_row(*cells: str) -> str:
@@ -244,20 +293,19 @@ def _type(annotation: Any) -> str:
 
 
 def _default(info: FieldInfo) -> str:
+    """The default in words; empty where the meaning says it."""
     value = info.default
     if value is PydanticUndefined:
-        if info.is_required():
-            return "required"
-        return "none" if info.default_factory is dict else "see meaning"
+        return "required" if info.is_required() else ""
     if value is None or value in ("", ()):
-        return "not set"
+        return "not set by default"
     if isinstance(value, BaseModel):
         return ""
     if isinstance(value, tuple):
-        return ", ".join(f"`{one}`" for one in value)
+        return "default " + ", ".join(f"`{one}`" for one in value)
     if isinstance(value, float):
-        return f"`{value:g}`"
-    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+        return f"default `{value:g}`"
+    return f"default `{str(value).lower() if isinstance(value, bool) else value}`"
 
 
 def _foreign_rows() -> Iterator[str]:
@@ -454,20 +502,33 @@ def public() -> dict[str, list[Any]]:
     """The public classes and functions by the module that shows them, each once."""
     found: dict[str, list[Any]] = {}
     known: set[int] = set()
-    for module in sorted(MODULES, key=lambda name: name == "tuner"):  # it has the others' too
-        names = import_module(module).__all__
+    modules = {module for module, *_ in API_PAGES.values()}
+    for module in sorted(modules, key=lambda name: (name == "tuner", name)):  # it has others' too
         values = [
             getattr(import_module(module), name)
-            for name in names
+            for name in import_module(module).__all__
             if name != "TrinityChatModel"  # depends on what is installed
         ]
-        found[module] = [
-            value
-            for value in values
-            if (inspect.isclass(value) or inspect.isfunction(value)) and id(value) not in known
-        ]
-        known |= {id(value) for value in found[module]}
+        found[module] = []
+        for value in values:
+            if (inspect.isclass(value) or inspect.isfunction(value)) and id(value) not in known:
+                found[module].append(value)
+                known.add(id(value))
     return found
+
+
+def _api_pages() -> dict[str, list[Any]]:
+    """What each page of the API shows."""
+    pages: dict[str, list[Any]] = {page: [] for page in API_PAGES}
+    for module, values in public().items():
+        of_module = {page: row[2] for page, row in API_PAGES.items() if row[0] == module}
+        rest = next(page for page, places in of_module.items() if not places)
+        by_place = {f"{module}.{one}.": page for page in of_module for one in of_module[page]}
+        for value in values:
+            at = f"{value.__module__}."
+            named = (page for place, page in by_place.items() if at.startswith(place))
+            pages[next(named, rest)].append(value)
+    return pages
 
 
 def judges() -> str:
@@ -500,13 +561,21 @@ def _verbatim(value: Any) -> str:
 
 
 def api() -> str:
-    """The text of api.md."""
-    parts, found = [API], public()
-    for module, title in MODULES.items():
-        guide = GUIDES.get(module)
-        more = f" The guide is [{guide.removesuffix('.md')}](../{guide})." if guide else ""
-        parts.append(f"## {title}\n\nImported from `{module}`.{more}\n")
-        parts += [f"::: {value.__module__}.{value.__qualname__}\n" for value in found[module]]
+    """The text of api.md: which page has which name."""
+    parts = [API, "| page | imported from | names |", "|---|---|---|"]
+    for page, values in _api_pages().items():
+        names = ", ".join(f"`{value.__name__}`" for value in values)
+        module = f"`{API_PAGES[page][0]}`"
+        parts.append(_table_row(f"[{_title(page)}](api/{page}.md)", module, names))
+    return "\n".join([*parts, ""])
+
+
+def api_of(page: str) -> str:
+    """The text of a page in api/."""
+    module, guide, _ = API_PAGES[page]
+    more = f" The guide is [{Path(guide).stem.replace('_', ' ')}](../{guide})." if guide else ""
+    parts = [f"# API: {_title(page)}\n\n{GENERATED}\n\nImported from `{module}`.{more}\n"]
+    parts += [f"::: {value.__module__}.{value.__qualname__}\n" for value in _api_pages()[page]]
     return "\n".join(parts)
 
 
@@ -541,17 +610,21 @@ def faults() -> str:
 
 PAGES: dict[Path, Callable[[], str]] = {
     REFERENCE / "configuration.md": configuration,
+    **{REFERENCE / f"configuration/{one}.md": partial(configuration_of, one) for one in TOPICS},
+    REFERENCE / "configuration/trinity_rft.md": foreign_keys,
     REFERENCE / "capabilities.md": capabilities,
     REFERENCE / "algorithms.md": algorithms,
     REFERENCE / "commands.md": commands,
     REFERENCE / "faults.md": faults,
     REFERENCE / "api.md": api,
+    **{REFERENCE / f"api/{page}.md": partial(api_of, page) for page in API_PAGES},
     REFERENCE / "judges.md": judges,
     REFERENCE / "licences.md": licences.page,
-    _readme.README: _readme.page,
+    **_readme.PAGES,
 }
 
 
 if __name__ == "__main__":
     for path, text in PAGES.items():
+        path.parent.mkdir(exist_ok=True)
         path.write_text(text(), encoding="utf-8")

@@ -27,6 +27,9 @@ PAGES = [
     for place in ("*.md", "docs/**/*.md", "benchmarks/*.md", "examples/*/*.md")
     for page in sorted(ROOT.glob(place))
 ]
+MOST_WORDS = 3000
+LOGS = ("CHANGELOG.md",)
+"""Pages that grow with each change and that nobody reads from top to bottom."""
 MARKDOWN = MarkdownIt("commonmark").enable("table")
 MARK = re.compile(r"\s*<!-- run: (.+?) -->\s*")
 

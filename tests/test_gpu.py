@@ -123,4 +123,4 @@ def test_the_documentation_has_what_was_measured(tmp_path):
     written = "\n".join(on_a_gpu(tmp_path))
     assert "| passes | a case | ms | 1 | allowed | 2 | 2.00 | 1 | yes |" in written
     assert "| skips | skipped: a GPU with more memory |" in written
-    assert f"### Slice 2: {SLICES[2]}\n\nNot run." in written
+    assert f"## Slice 2: {SLICES[2]}\n\nNot run." in written

@@ -10,7 +10,17 @@ import pytest
 
 from docs import recordings, tables
 from tests.kit import forked, runs
-from tests.pages import MARKDOWN, PAGES, ROOT, Block, blocks, marked_blocks, parsed
+from tests.pages import (
+    LOGS,
+    MARKDOWN,
+    MOST_WORDS,
+    PAGES,
+    ROOT,
+    Block,
+    blocks,
+    marked_blocks,
+    parsed,
+)
 from tuner.config import load_config
 from tuner.loop import run_local
 from tuner.tune import leave_report
@@ -38,6 +48,14 @@ def test_links_lead_to_files_and_headings_that_are_there(page):
         assert linked.exists(), f"{page.name}: {target}: there is no such file"
         if anchor:
             assert anchor in anchors(linked), f"{page.name}: {target}: there is no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_is_short_and_its_diagrams_need_no_network(page):
+    tokens = [token for token in parsed(page) if token.type in ("text", "code_inline", "fence")]
+    words = sum(len(token.content.split()) for token in tokens)
+    assert words <= MOST_WORDS or page.name in LOGS, f"{page}: {words} words; split it"
+    assert "mermaid" not in {token.info for token in tokens}, f"{page}: draw it as an SVG"
 
 
 @pytest.mark.parametrize("folder", ["benchmarks", "config.yaml", "examples", "tests", "tuner"])

@@ -7,7 +7,7 @@ It needs PyTorch with CUDA, transformers, pebble and what `tests` imports; what 
 skipped by name. Each check has a process of its own, and what became of it is written at once to
 `benchmarks/results/gpu/slice_<n>.json`; one that passed is not run again with the same code,
 versions and hardware. `--rehearse` runs all of it on a CPU with toy sizes, and writes nothing.
-`--write-docs` writes benchmarks/README.md from these files.
+`--write-docs` writes benchmarks/on_a_gpu.md from these files.
 """
 
 from __future__ import annotations
@@ -142,12 +142,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--minutes", type=float, default=8.0, help="for beginning checks of a slice"
     )
     parser.add_argument("--into", type=Path, help="folder of the results")
-    parser.add_argument("--write-docs", action="store_true", help="write benchmarks/README.md")
+    parser.add_argument("--write-docs", action="store_true", help="write benchmarks/on_a_gpu.md")
     options = parser.parse_args(arguments)
     if options.write_docs:
-        from benchmarks._readme import README, page
+        from benchmarks._readme import HERE, gpu_page
 
-        README.write_text(page(), encoding="utf-8")
+        (HERE / "on_a_gpu.md").write_text(gpu_page(), encoding="utf-8")
         return 0
     cores = os.cpu_count() or 1
     at_once = min(AT_ONCE, cores)

@@ -189,6 +189,16 @@ def test_a_rollout_without_a_trained_token_has_no_vote():
     assert group.account.outcomes == {"completed": 3, "excluded_call": 1, "not_best_of_group": 1}
 
 
+def test_greedy_rollouts_are_an_evaluation_whose_rewards_are_in_the_batch(make_loop):
+    _, rollout = make_loop()
+    batch = rollout.rollout_batch(ROWS[:2], Random(gconfig=GCONFIG.new(greedy=True)))
+    assert batch["rewards"].shape == (2,)
+    assert not batch["loss_mask"].any()
+    assert batch.account.outcomes == {"completed": 2, "greedy_call": 2}
+    found, _ = to_batch(batch, Selection(), SamplingParams(max_tokens=1))
+    assert found.rows == ()
+
+
 def test_a_rollout_that_the_user_masked_has_no_vote(make_loop):
     _, rollout = make_loop()
     batch = rollout.rollout_batch(ROWS[:1], Random(), group_size=3)

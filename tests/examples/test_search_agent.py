@@ -5,7 +5,9 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
+
+from docs.notebooks import executed, for_people
+from tests.examples.notebooks import check_stored
 
 pytestmark = pytest.mark.learning
 
@@ -71,14 +73,8 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path):
     first = next(cell for cell in notebook.cells if cell.cell_type == "code")
     folder = f'        "fileroot={tmp_path}",\n        "trial_name=notebook",'
     first.source = first.source.replace('        "trial_name=notebook",', folder)
-    client = NotebookClient(
-        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": EXAMPLE}}
-    )
-    client.execute()
+    executed(EXAMPLE / "search_agent.ipynb", notebook)
     last = next(c for c in reversed(notebook.cells) if "held-out F1" in str(c.get("outputs")))
     before, after = last.outputs[0].text.split(": ")[1].split(" -> ")
     assert float(after) > float(before) + 0.1
-    assert all(
-        not cell.get("outputs")
-        for cell in nbformat.read(EXAMPLE / "search_agent.ipynb", as_version=4).cells
-    ), "outputs of one machine do not belong into the repository"
+    check_stored(EXAMPLE / "search_agent.ipynb", for_people(notebook, tmp_path))

@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
+from docs.notebooks import executed, for_people
+from tests.examples.notebooks import check_stored
 from tests.test_tutorial import few_held_out
 
 pytestmark = pytest.mark.learning
@@ -17,13 +17,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "gsm8k"
 def test_the_notebook_goes_from_the_agent_to_a_trained_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setenv("TUNER_CHECKPOINT_ROOT_DIR", str(tmp_path))
     monkeypatch.setenv("TUNER_DATASET", str(few_held_out(tmp_path / "data")))
-    notebook = nbformat.read(EXAMPLE / "tutorial.ipynb", as_version=4)
-    assert not any(cell.get("outputs") for cell in notebook.cells), (
-        "outputs of one machine do not belong into the repository"
-    )
-    NotebookClient(
-        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": EXAMPLE}}
-    ).execute()
+    notebook = executed(EXAMPLE / "tutorial.ipynb")
     printed = "".join(
         output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ())
     )
@@ -35,3 +29,4 @@ def test_the_notebook_goes_from_the_agent_to_a_trained_checkpoint(tmp_path, monk
     report = Path(printed.strip().splitlines()[-1])
     assert report.is_file()
     assert tmp_path in report.parents
+    check_stored(EXAMPLE / "tutorial.ipynb", for_people(notebook, tmp_path))

@@ -1,4 +1,4 @@
-"""Cases that other recorders get wrong, one test each; docs/agents.md says what becomes of them.
+"""Cases that other recorders get wrong, one test each; docs/traces.md says what becomes of them.
 
 `shape` is what is asked of each: how many paths the token tree of the session has, and why it
 branches where it does. That no case loses a sampled token is asserted for all.

@@ -9,12 +9,12 @@ import pytest
 from tests.gateway.drift import merging
 from tests.gateway.families import TEMPLATES
 from tests.gateway.qwen import qwen
-from tests.gateway.template_matrix import DOCUMENT, USER, Speech, cells, digest
+from tests.gateway.template_matrix import DOCUMENTS, USER, Speech, cells, digest
 from tests.kit.toy import tokenizer
 from tuner.gateway import ChatRenderer
 
 REAL = sorted((TEMPLATES / "real").glob("*.jinja"))
-ROWS = DOCUMENT.read_text(encoding="utf-8").splitlines()
+ROWS = [line for page in DOCUMENTS for line in page.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.mark.parametrize(

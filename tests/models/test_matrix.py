@@ -7,16 +7,16 @@ from unittest import mock
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.models.matrix import TABLE, check, page, verdicts
+from tests.models.matrix import check, pages, verdicts, written
 from tuner.training.forward import layouts as probing
 
-WRITTEN = verdicts(TABLE.read_text(encoding="utf-8"))
+WRITTEN = verdicts(written())
 
 
 @pytest.mark.parametrize("model_type", ["cohere2", "gpt_neo", "bamba", "bert"])
 def test_the_table_says_what_is_found(model_type):
     """On the tree, on packed rows, on padded ones; and an encoder, which is refused."""
-    found = verdicts(page(check(model_type)))
+    found = verdicts(pages(check(model_type)).values())
     assert model_type in found
     assert found == {name: WRITTEN[name] for name in found}
 

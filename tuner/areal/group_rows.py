@@ -179,12 +179,14 @@ def group_of(
     traces = tuple(trace for attempts in rollouts for trace in attempts)
     voters = {n for n, row in zip(numbers, rows, strict=True) if bool(row["loss_mask"].any())}
     for number in sorted(members.keys() - voters):
-        silent, _ = members.pop(number)
-        outcomes[without_vote(silent, unreplayed) or "masked"] += 1
-    rows = [row for n, row in zip(numbers, rows, strict=True) if n in voters]
+        outcomes[without_vote(members[number][0], unreplayed) or "masked"] += 1
+    # A group in which nothing is trained is kept for its rewards: greedy rollouts are evaluations.
+    in_batch = voters or members.keys()
+    members = {number: found for number, found in members.items() if number in in_batch}
+    rows = [row for n, row in zip(numbers, rows, strict=True) if n in in_batch]
     tensors = concat_padded_tensors(rows) if rows else None
     if tensors is not None:
-        numbers = [n for n in numbers if n in voters]
+        numbers = [n for n in numbers if n in in_batch]
         tensors["rollout_ids"] = torch.tensor(numbers)
         found = [(trace, fmean(rewards)) for trace, rewards in members.values()]
         reason = selection.reason(found) if len(found) > 1 else None

@@ -251,7 +251,7 @@ def reasoning_notice(step: int, recomputed: int) -> str:
     return (
         f"step {step}: prompts leave out the reasoning of earlier turns, so conversations branch "
         f"there, and {recomputed:,} tokens of history were computed again; tuner.reasoning: keep "
-        "puts the reasoning back, off the chat template's habit (docs/agents.md has both costs)"
+        "puts the reasoning back, off the chat template's habit (docs/traces.md has both costs)"
     )
 
 

@@ -152,7 +152,7 @@ class PromptTuneConfig(PublicSettings):
         default="dashscope/qwen-plus",
         min_length=1,
         description="Model that proposes prompts: `provider/model`; its key is in the provider's "
-        "environment variable ([providers](../prompts.md#who-reflects)).",
+        "environment variable ([providers](../../prompts.md#who-reflects)).",
     )
     optimization_level: Literal["light", "medium", "heavy"] | None = Field(
         default="light",

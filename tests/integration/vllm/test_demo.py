@@ -31,7 +31,7 @@ def example(monkeypatch):
 
 @pytest.mark.nightly
 def test_the_demo_reaches_the_default_engines_accuracy(example, tmp_path):
-    """Which comes to 0.95 to 0.97 on the held-out problems (benchmarks/README.md), from 0.46."""
+    """Which comes to 0.95 to 0.97 on the held-out problems (benchmarks/learning.md), from 0.46."""
     result = tune(
         example.run_react_agent,
         example.judge_function,
