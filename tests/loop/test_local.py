@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import logging
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -65,6 +66,7 @@ def test_always_failing_workflow_stops_the_run_with_its_error(random_model_path,
 def test_text_that_utf8_or_the_console_cannot_hold_ends_no_run(
     random_model_path, tmp_path, monkeypatch, encoding
 ):
+    monkeypatch.setattr(logging.getLogger("tuner"), "propagate", False)  # xdist cannot send it
     half = "\ud83d Ж 中"
     task = {half: half, "question": half}
 
