@@ -66,6 +66,7 @@ class RunPlan:
     history: History | None = None
 
 
+@OwnFrames()
 @system_faults()
 def tune(
     workflow_func: Callable[..., Any] | None = None,
@@ -140,7 +141,7 @@ def tune(
         "backend": backend,
         "overrides": overrides,
     }
-    with OwnFrames(), _parts(workflow_func, judge_func, train_dataset, given).closing() as parts:
+    with _parts(workflow_func, judge_func, train_dataset, given).closing() as parts:
         try:
             return _tuned(parts)
         except KeyboardInterrupt as interruption:  # the frames below are of no use to anybody

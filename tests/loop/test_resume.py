@@ -107,6 +107,7 @@ def test_interrupted_step_is_trained_from_its_recorded_traces(random_model_path,
 def test_finished_run_is_not_run_again_and_says_how_to_begin_a_new_one(
     straight, random_model_path, caplog, monkeypatch
 ):
+    monkeypatch.setattr(sys, "argv", ["/bin/tuner"])
     monkeypatch.setattr(sys, "orig_argv", ["python", "/bin/tuner", "run", "my file.yaml"])
     root = straight.run_dir.parents[1]
 
@@ -139,6 +140,7 @@ def test_finished_run_is_not_run_again_and_says_how_to_begin_a_new_one(
 def test_the_command_that_starts_a_run_again_is_the_one_that_was_given(
     given, settings, shown, monkeypatch
 ):
+    monkeypatch.setattr(sys, "argv", ["main.py"])
     monkeypatch.setattr(sys, "orig_argv", given)
     assert command(*settings) == shown
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import socket
+import threading
 
 import pytest
 
@@ -39,7 +40,9 @@ def test_a_killed_run_gives_its_directory_up(tmp_path):
         pass
 
 
-def test_a_run_that_is_started_twice_writes_nothing_the_second_time(random_model_path, tmp_path):
+def test_a_run_that_is_started_twice_writes_nothing_the_second_time(
+    random_model_path, tmp_path, monkeypatch
+):
     config = runs.config(random_model_path, tmp_path, "buffer.total_steps=1")
     refused = []
 
@@ -50,10 +53,11 @@ def test_a_run_that_is_started_twice_writes_nothing_the_second_time(random_model
 
     def again():
         before = {path: path.read_bytes() for path in config.run_dir.rglob("*.json*")}
-        try:
-            start(runs.workflow)
-        except ConfigError as error:
-            refused.append(str(error))
+        with monkeypatch.context() as patched:
+            patched.setattr("tuner.loop._THE_RUN", threading.Lock())  # as in another process
+            with pytest.raises(ConfigError) as caught:
+                start(runs.workflow)
+        refused.append(str(caught.value))
         assert before == {path: path.read_bytes() for path in config.run_dir.rglob("*.json*")}
 
     def workflow(task, model):  # a plain function: in a thread, where a loop may be started

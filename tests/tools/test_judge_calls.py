@@ -130,8 +130,8 @@ async def test_a_new_verdict_is_as_if_the_run_had_given_it():
 
 async def test_a_mistake_in_the_judge_ends_all():
     async def judge(task, response):
-        return JudgeOutput(reward=1.0) if response == "a" else 1
+        return JudgeOutput(reward=1.0) if response == "a" else "good"
 
     traces = [answered(0, n, text) for n, text in enumerate("ab")]
-    with pytest.raises(FunctionError, match=r"JudgeOutput\(reward=1\)"):
+    with pytest.raises(FunctionError, match=r"returned '?good"):
         await JudgeCalls(judge, Models()).judge_traces(traces, was_judged)

@@ -690,8 +690,9 @@ def traceback_of(error: BaseException) -> str:
     return "".join(traceback.StackSummary.extract(iter(frames)).format())
 
 
-class OwnFrames(contextlib.AbstractContextManager["OwnFrames"]):
-    """While the block runs, the traceback of a `TunerError` has the user's frames alone.
+class OwnFrames(contextlib.ContextDecorator, contextlib.AbstractContextManager["OwnFrames"]):
+    """While the block or the decorated function runs, the traceback of a `TunerError` has the
+    user's frames alone.
 
     TUNER_DEBUG=1 leaves it whole.
     """

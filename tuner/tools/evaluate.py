@@ -219,6 +219,7 @@ def difference(name: str, first: CandidateScores, other: CandidateScores) -> Dif
 _FILE = re.compile(r"[^\w.-]+")
 
 
+@OwnFrames()
 @system_faults()
 def evaluate(
     workflow_func: Callable[..., Any] | None = None,
@@ -272,7 +273,7 @@ def evaluate(
     }
     chosen = [candidates] if isinstance(candidates, str | Path) else candidates
     parts_given = parts_of(workflow_func, judge_func, None, given)
-    with OwnFrames(), parts_given.closing() as parts, system_faults(output):
+    with parts_given.closing() as parts, system_faults(output):
         return _evaluated(evaluation_of(parts), chosen, k, temperature, limit, output)
 
 

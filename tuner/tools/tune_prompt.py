@@ -73,6 +73,7 @@ GEPAS = ("minibatch_size", "perfect_score")
 """Settings that MIPROv2 does not use."""
 
 
+@OwnFrames()
 @system_faults()
 def tune_prompt(
     workflow_func: Callable[..., Any] | None = None,
@@ -168,8 +169,7 @@ def tune_prompt(
         else None,
         proposer=proposer,
     )
-    with OwnFrames():
-        return outside_event_loop(search.result)
+    return outside_event_loop(search.result)
 
 
 def _function(
