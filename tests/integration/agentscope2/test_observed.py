@@ -70,8 +70,7 @@ async def test_the_better_model_is_selected(tmp_path):
         return WorkflowOutput(response=reply)
 
     async def judge(task, response):
-        said = response["response"].get_text_content()
-        return JudgeOutput(reward=float(said == "ja"))
+        return JudgeOutput(reward=float(response.get_text_content() == "ja"))
 
     with chat_server(lambda body: "ja" if body["model"] == "good" else "nein") as server:
         models = [chat_model(server, name) for name in ("bad", "good")]
