@@ -152,6 +152,19 @@ def test_the_answer_of_a_row_is_not_mistaken_for_the_question_or_for_the_models(
     ]
 
 
+def test_tasks_that_begin_alike_are_shown_from_where_they_differ():
+    alike = "State the final answer to the following arithmetic problem, and nothing else: "
+    rows = [{"question": f"{alike}{n} + {n}"} for n in range(3)]
+    traces = [
+        replace(trace(n, 0, [said({"content": "0"})], reward=float(n)), task=row)
+        for n, row in enumerate(rows)
+    ]
+    shown = printed(5, [lambda m: m.samples(traces, 1)])
+    assert [line for line in shown.splitlines() if "question" in line] == [
+        f"    task.question   State the final … {n} + {n}" for n in (2, 1, 0)
+    ]
+
+
 def test_evaluation_before_training_is_the_start_line():
     assert printed(5, [lambda m: m.log(0, {"eval/test/reward": 0.25, "time/step": 1.0})]) == (
         "before training: held-out reward (test) 0.250\n"

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from tuner.encoding import displayable, show_all
 from tuner.runs.directory import write_atomically
 from tuner.runs.result import curve, duration
+from tuner.tasks.datasets import told_apart
 from tuner.traces import Call, Outcome, Trace
 
 # Progress in a notebook: one output of the cell, which is updated.
@@ -179,10 +180,11 @@ class ConsoleMonitor:
             return
         places = {len(rewarded) // 2: "middle", len(rewarded) - 1: "worst", 0: "best"}
         self.say(f"sample rollouts of step {step}:")
-        for place, which in sorted(places.items()):
-            trace = rewarded[place]
+        chosen = [(rewarded[place], which) for place, which in sorted(places.items())]
+        tasks = _tasks([trace for trace, _ in chosen])
+        for (trace, which), task in zip(chosen, tasks, strict=True):
             self.say(f"  {which}, reward {trace.reward:.3g}")
-            self._fields([*_task(trace), *_conversation(trace)])
+            self._fields([*task, *_conversation(trace)])
 
     def before_and_after(self, before: Sequence[Trace], after: Sequence[Trace]) -> None:
         """Show the task of an evaluation set whose reward rose most, in its first and last rollout.
@@ -201,7 +203,7 @@ class ConsoleMonitor:
             return
         pair = max(risen, key=lambda pair: _rise(*pair))
         self.say("the held-out task whose reward rose most:")
-        self._fields(_task(pair[0]))
+        self._fields(_tasks(pair[:1])[0])
         for when, trace in zip(("before", "after"), pair, strict=True):
             self.say(f"  {when} training, reward {trace.reward:.3g}")
             self._fields(_conversation(trace))
@@ -278,9 +280,14 @@ def _short(text: str, characters: int) -> str:
     return text if len(text) <= characters else f"{text[: characters - 3]}..."
 
 
-def _task(trace: Trace) -> list[tuple[str, str]]:
-    """The fields of a row; `task.` tells its answer from the model's."""
-    return [(f"task.{name}", str(value)) for name, value in trace.task.items()]
+def _tasks(traces: Sequence[Trace]) -> list[list[tuple[str, str]]]:
+    """The fields of each row, shortened where they differ; `task.` tells its answer from the
+    model's."""
+    texts = {
+        name: iter(told_apart([str(one.task[name]) for one in traces if name in one.task]))
+        for name in {name for trace in traces for name in trace.task}
+    }
+    return [[(f"task.{name}", next(texts[name])) for name in trace.task] for trace in traces]
 
 
 def _conversation(trace: Trace) -> list[tuple[str, str]]:
