@@ -56,9 +56,8 @@ def traces_of(result):
     return [trace for path in files for trace in read_traces(path)]
 
 
-@pytest.mark.parametrize(
-    "mode", ["inside, in rounds", pytest.param("best", marks=pytest.mark.learning)]
-)
+@pytest.mark.learning
+@pytest.mark.parametrize("mode", MODES)
 def test_a_killed_run_ends_with_the_same_weights(mode, random_model_path, tmp_path):
     overrides = MODES[mode]
     straight = tune(random_model_path, tmp_path / "straight", *overrides)

@@ -71,6 +71,7 @@ def straight(random_model_path, tmp_path_factory):
     return tune(runs.config(random_model_path, tmp_path_factory.mktemp("straight"), *SELECTOR))
 
 
+@pytest.mark.learning
 def test_a_killed_run_draws_the_same_and_ends_with_the_same_weights(
     straight, random_model_path, tmp_path
 ):

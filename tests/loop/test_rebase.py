@@ -201,6 +201,7 @@ def test_of_the_steps_after_the_change_as_many_are_sampled_anew_as_is_said(mista
     assert "the rest is not reused because these are 60% of the steps (--max-reused)" in str(found)
 
 
+@pytest.mark.learning
 def test_a_rebased_run_that_is_killed_goes_on_to_the_same_weights(
     random_model_path, mistaken, reused, tmp_path
 ):

@@ -24,10 +24,11 @@ def without_kernels(monkeypatch):
     torch.compiler.reset()
 
 
+@pytest.mark.learning  # seconds of compiling
 @pytest.mark.parametrize(
     ("kind", "layout", "checkpointing"),
     [
-        pytest.param("gemma3", "tree", True, marks=pytest.mark.learning),  # seconds of compiling
+        ("gemma3", "tree", True),
         ("qwen3", "padded", False),
     ],
 )
