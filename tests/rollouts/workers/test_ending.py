@@ -11,6 +11,7 @@ import textwrap
 import psutil
 import pytest
 
+from tests.engines.models import until
 from tests.kit.clock import jump
 from tests.rollouts.workers import functions
 from tests.rollouts.workers.conftest import pool_of
@@ -59,6 +60,7 @@ async def test_a_call_that_comes_too_late_is_refused(make_runner, tmp_path):
     async with pool_of(1, hanging) as pool:
         runner = jumping(make_runner(hanging, workers=pool, timeout=LIMIT), after=1)
         (trace,) = await runner.run({"does": "calls late", "mark": str(mark)}, ID, DEFAULTS)
+        await until(lambda: mark.exists() and bool(mark.read_text()))  # before its worker ends
     assert trace.outcome is Outcome.TIMEOUT
     assert len(trace.calls) == 1
     assert "has ended" in mark.read_text()
