@@ -17,6 +17,7 @@ NOTEBOOKS = sorted((ROOT / "examples").glob("*/*.ipynb"))
 
 def executed(path: Path, notebook: NotebookNode | None = None) -> NotebookNode:
     """The notebook with the outputs of one run, in the folder that it is in."""
+    # nbformat has no types.
     notebook = notebook or nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
     resources = {"metadata": {"path": path.parent}}
     NotebookClient(notebook, timeout=600, kernel_name="python3", resources=resources).execute()

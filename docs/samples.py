@@ -72,7 +72,7 @@ def prepare(folder: Path) -> None:
 
 
 def run(command: str, folder: Path) -> str:
-    """What a command prints, without the folder's path; some samples end with an exit status of 1.
+    """The output of a command without the folder's path; some samples exit with status 1.
 
     Raises:
         RuntimeError: It printed nothing.

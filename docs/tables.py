@@ -262,7 +262,7 @@ def _has_own_heading(info: FieldInfo) -> bool:
 
 
 def _key(path: str, info: FieldInfo) -> str:
-    """A heading of its own, so that the search and links lead to the key."""
+    """A heading for each key, so that the search and links lead to it."""
     default = _default(info)
     kind = "; ".join(part for part in (_type(info.annotation), default) if part)
     return f"### `{path}`\n\n{kind}\n\n{info.description}\n"
@@ -518,7 +518,7 @@ def public() -> dict[str, list[Any]]:
 
 
 def _api_pages() -> dict[str, list[Any]]:
-    """What each page of the API shows."""
+    """The objects that each page of the API shows."""
     pages: dict[str, list[Any]] = {page: [] for page in API_PAGES}
     for module, values in public().items():
         of_module = {page: row[2] for page, row in API_PAGES.items() if row[0] == module}

@@ -559,10 +559,10 @@ UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 class _Flags:
-    """A command whose help has no `<bool>` beside its flags."""
+    """Mixin of commands: their help shows flags without `<bool>`."""
 
     def get_params(self, context: Any) -> list[Any]:
-        params: list[Any] = super().get_params(context)  # type: ignore[misc]
+        params: list[Any] = super().get_params(context)  # type: ignore[misc]  # of the command
         for one in params:
             if getattr(one, "is_flag", False):
                 one.metavar = ""

@@ -11,7 +11,7 @@ import codecs
 import json
 from io import IncrementalNewlineDecoder, TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -50,7 +50,7 @@ def displayable(value: T, encoding: str | None = "utf-8") -> T:
         found = {displayable(k, encoding): displayable(v, encoding) for k, v in value.items()}
     elif isinstance(value, list):
         found = [displayable(item, encoding) for item in value]
-    return found  # type: ignore[no-any-return]
+    return cast("T", found)
 
 
 def show_all(stream: Any) -> None:

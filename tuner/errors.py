@@ -139,7 +139,7 @@ def system_faults(near: str | Path | None = None) -> Iterator[None]:
 
 
 def _refused(error: Exception, near: str | Path | None) -> str | None:
-    """What the system refused, where, and what to do; None for errors of another kind."""
+    """Message: what the system refused, where, and what to do; None for other errors."""
     if _short_of_memory(error):
         return f"there is too little memory ({type(error).__name__}: {error}); {_MEMORY}"
     if isinstance(error, RuntimeError):

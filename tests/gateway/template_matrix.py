@@ -81,7 +81,7 @@ Verdicts:
 - refused: it writes calls in a form that no parser reads. The run does not start; with
   `tool_call_parser: null` calls stay in the text.
 
-Templates that are refused or hold no tools are on [a page of their own](templates_refused.md).
+Templates that are refused or hold no tools are on [a separate page](templates_refused.md).
 
 `template` and `keep` are the values of `tuner.reasoning`; `keep` only for templates with reasoning.
 Each column has two results: the prompt after the tool results, and the prompt after the second

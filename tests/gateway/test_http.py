@@ -153,6 +153,7 @@ async def test_paths_are_those_that_a_base_url_with_a_slash_makes(
         session = gateway.open_session("r")
         key = {"Authorization": f"Bearer {session.key}"}
         if door_of_server:
+            # Starlette has its own types for an application, as uvicorn has.
             gateway._where = door_module.Opening(beside=beside)  # type: ignore[arg-type]
         root = gateway.base_url.removesuffix("/v1")
         for path, body in BODIES.items():
@@ -426,6 +427,7 @@ async def test_client_that_stops_reading_a_stream_is_given_up(
             "headers": [(b"authorization", f"Bearer {session.key}".encode())],
         }
         async with asyncio.timeout(60):
+            # A scope of the keys that are read.
             await door_module._Endpoint(gateway)(scope, receive, send)  # type: ignore[arg-type]
         assert engine.sampling == engine.waiting == 0
         assert not any(not call.undelivered for call in session.calls)

@@ -421,6 +421,7 @@ ECHOED: list[tuple[dict[str, Any], dict[str, Any]]] = [
                     **CALL,
                     "index": 0,
                     "extra_content": {"a": 1},
+                    # CALL is a dict of texts and dicts, to mypy.
                     "function": {**CALL["function"], "parsed_arguments": {"a": 1}},  # type: ignore[dict-item]
                 }
             ],

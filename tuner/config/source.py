@@ -99,7 +99,7 @@ def read_yaml(path: Path) -> YamlFile:
         if len(data) > MOST_BYTES:
             raise ConfigError(
                 f"configuration file {str(path)!r} is larger than {MOST_BYTES // 2**20} MB: put "
-                "data into files of their own, and name them here"
+                "data into separate files, and name them here"
             )
         text = decoded(data)
     except FileNotFoundError:
@@ -256,7 +256,7 @@ _SECRET_KEY = re.compile(
 )
 # Words are shorter than these, and have no digit.
 _NO_WORD = r"(?=[\w+/=.~*-]*[\d*]|[\w+/=.~*-]{20})"
-# What a URL holds before its host, and in its query.
+# Credentials of a URL: before its host, and in its query.
 _SECRET_IN_URL = re.compile(
     r"(?<=://)[^/\s]*:[^/\s]+(?=@)"
     r"|(?<=[?&])(?P<name>(?:[\w-]*[_-])?(?:key|token|secret|password|passwd|sig|signature)=)"
@@ -329,7 +329,7 @@ def remember_secrets(tree: Any, references: Iterable[str] = ()) -> None:
 
 
 def without_secrets(text: str) -> str:
-    """A text of somebody else's code, such as an exception's, in which each secret is `MASK`.
+    """A text from other code, such as an exception's message, with each secret replaced by `MASK`.
 
     Secrets are the values of the configuration and the environment that are known to be, keys and
     credentials that look like such, and the user, password and keys of URLs.

@@ -185,6 +185,7 @@ class _Server(uvicorn.Server):
             connection.shutdown()
         try:
             async with asyncio.timeout(self.config.timeout_graceful_shutdown):
+                # uvicorn has no event for it.
                 while state.connections or state.tasks:  # noqa: ASYNC110
                     await asyncio.sleep(0.005)
         except TimeoutError:

@@ -119,7 +119,7 @@ def only_keys(
 ) -> None:
     """Reject unknown fields of an object that are not empty.
 
-    Clients echo a message with every field of their own type; empty ones are ignored, and so are
+    Clients echo a message with every field that their type has; empty ones are ignored, and so are
     those that mean nothing for the prompt.
     """
     for key, value in fields.items():

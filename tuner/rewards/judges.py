@@ -83,8 +83,8 @@ _UNSPACED = re.compile(
     "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
     "\U00020000-\U0003ffff]"
 )
-# What is removed around and between words, in order. Between numbers, single letters and signs it
-# counts: 5-10, x>y, [0,1), f'(x), C++.
+# Replacements around and between words, in order. Between numbers, single letters and signs
+# punctuation counts and stays: 5-10, x>y, [0,1), f'(x), C++.
 _STEPS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), new)
     for pattern, new in (

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger(__name__)
-# While transformers loads a model it exchanges functions of torch and of its own: a second thread
-# that loads meanwhile gets weights without data, and leaves torch changed.
+# While transformers loads a model, it replaces functions of torch and some of its own. A second
+# thread that loads at the same time gets weights without data, and leaves torch changed.
 _LOADING = threading.RLock()
 _FORM = 1  # version of the saved form; change it if a change here changes what is saved
 # Vocabularies that split every digit, by llama.cpp's names of pre-tokenizers.
@@ -633,7 +633,7 @@ def require_peft() -> None:
     """Raises MissingDependencyError if peft is not installed."""
     try:
         with quiet_import("bitsandbytes"):  # which peft imports where it is installed
-            import peft  # noqa: F401  # whether it can be
+            import peft  # noqa: F401  # only to see whether it is installed and works
     except ImportError as error:
         raise MissingDependencyError(
             f"model.lora_configs needs the library peft ({error}): {pip_install('lora')}"

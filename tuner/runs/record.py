@@ -183,7 +183,7 @@ class RunRecord:
         )
 
     def interrupted(self) -> str:
-        """What an interrupted run leaves, and how it continues."""
+        """Message of an interrupted run: what is kept, and the command that continues it."""
         directory, done = self.directory, int(self.recent[-1]["step"]) if self.recent else 0
         saved, last = directory.checkpoint_steps()[-1:], directory.last_recorded_step()
         kept = [f"the checkpoint of step {saved[0]}"] if saved else []

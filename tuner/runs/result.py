@@ -177,7 +177,7 @@ def _shares(result: TuneResult) -> str:
 
 
 def _paths(result: TuneResult) -> Iterator[tuple[str, str]]:
-    """What is left of a run, and the command that shows it."""
+    """Message about a run that ended: what is kept, and the command that shows it."""
     if result.checkpoint is not None:
         yield "checkpoint", str(result.checkpoint)
     yield "traces", str(result.traces)

@@ -237,7 +237,7 @@ def model_card(
         candidate: The exported checkpoint.
         title: The card's heading.
         adapter: True if the folder holds an adapter without its model.
-        stops: True if the adapter has generation settings of its own.
+        stops: True if the adapter has its own generation settings.
     """
     config = {} if candidate.run is None else candidate.run.stored_config()
     base = candidate.base or lookup(config, "model.model_path")

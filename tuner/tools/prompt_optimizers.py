@@ -235,6 +235,7 @@ _SPENT = ("rollouts", "reflections", "input_tokens", "output_tokens")
 def _tree() -> Any:
     compared = closed("ComparedCandidate", {**_PROPOSAL, **_SCORED, "rollouts": Count})
     rejected = closed("RejectedProposal", {**_PROPOSAL, "score_before": Number, "score": Number})
+    # mypy does not know types that are made when the program runs.
     parts = {
         "compare_on": list[Count],
         "candidates": list[compared],  # type: ignore[valid-type]

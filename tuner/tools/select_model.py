@@ -185,7 +185,7 @@ def _judge(given: Callable[..., Any] | None) -> Callable[..., Any] | None:
         own = {"_task": task, "response": response} if in_agentscope else {"task": task, **response}
         return as_judge_output(await call_function(given, shared | own), given)
 
-    # not the wrapped one's, which may have `metrics`
+    # Callers read the signature; that of the wrapped judge may have `metrics`.
     judge.__signature__ = inspect.signature(judge, follow_wrapped=False)  # type: ignore[attr-defined]
     return judge
 

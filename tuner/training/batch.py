@@ -286,7 +286,7 @@ def _voters(
     roles whose calls' own rewards are compared, numbered.
 
     Args:
-        uses: Uses of calls; those with a reward of their own that has no peer lose theirs.
+        uses: Uses of calls; a call whose own reward has no peer loses its use.
     """
 
     def silence(trace: Trace) -> str | None:

@@ -145,7 +145,7 @@ def turn_end_ids(
     texts = last_turns(apply, form)
     ends = {kind: special.last(text) for kind, text in texts.items()}
     # Text may end with a token that is not marked special, as base models have them; calls may end
-    # with such a token of their own, as "</tool_call>".
+    # with another such token, as "</tool_call>".
     if (end := ends.get("calls")) is not None and not added[end].special:
         del ends["calls"]
     return frozenset(end for end in ends.values() if end is not None)
@@ -462,7 +462,7 @@ class ChatRenderer:
             ids = [form for form in forms if form]
             if not ids:
                 raise wrong(("bad_words", index), "is spelled by no token: leave it out")
-            # A form that ends with another one needs no mention.
+            # A form that ends with another form is forbidden by that one.
             found += [a for a in ids if not any(a != b and a[-len(b) :] == b for b in ids)]
         return tuple(found)
 

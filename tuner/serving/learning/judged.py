@@ -148,7 +148,8 @@ class JudgedSource:
         while True:
             found = units(fresh, groups, batch=batch, repeat=repeat, compared=compared)
             taken = chosen(found, batch=batch, compared=compared)
-            if all([self._readable(one) for group in taken for one in group]):  # noqa: C419
+            readable = [self._readable(one) for group in taken for one in group]  # finds them all
+            if all(readable):
                 return taken
             fresh = [one for one in fresh if one.id not in self._damaged]
 

@@ -33,7 +33,7 @@ _ORDERS = {
     "long": "sampled_tokens DESC, number",
     "changed": "number",
 }
-# What a search reads: what is known of a session, and the messages of its calls.
+# The text that a search reads: a session's details, and the messages of its calls.
 _KNOWN = (
     "id || ' ' || COALESCE(name, '') || ' ' || COALESCE(application, '') || ' ' || "
     "COALESCE(\"group\", '') || ' ' || task || metadata || tags || COALESCE(feedback, '')"
@@ -216,7 +216,7 @@ def _session(store: ServingStore, number: int) -> StoredSession:
 
 
 def _first_question(calls: Any) -> str:
-    """What a user said first, where a session has no task."""
+    """The first message of a user, for a session without a task."""
     said = [m for call in calls[:1] for m in call.messages if m.get("role") == "user"]
     return asked({"messages": said[:1]}) if said else ""
 

@@ -113,7 +113,7 @@ function renderServed(served) {
   const decisions = table(["time", "decision", "version", "compared with", "reason"], served.decisions.map((one) => [new Date(one.at * 1000).toLocaleString(), one.decision, fmt(one.version), fmt(one.beside), one.why]));
   refill($("sessions"), el("div", { class: "card" }, sessions), ...(served.decisions.length ? [el("div", { class: "card" }, el("h3", {}, "Decisions about served weights"), el("div", { class: "scroll reasons" }, decisions))] : []));
 }
-/* What a server has that does not learn. */
+/* A server that does not learn. */
 const onlySessions = () => Boolean(state.run?.served) && !state.metrics.length && !state.summary.tables.length;
 function renderHeader() {
   const run = state.run;
