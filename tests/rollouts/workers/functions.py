@@ -278,14 +278,14 @@ async def dying(task, model):
 
 async def hanging(task, model):
     """Makes a call, and does what the row says until it is cancelled, or longer."""
-    await ask(model)
-    if task["does"] == "blocks":
-        import ctypes
-
-        ctypes.PyDLL(None).sleep(600)  # holds the interpreter: nothing in it can end this
-    if task["does"] == "waits once" and model.session.id.endswith("-2"):
-        return WorkflowOutput(reward=1.0)
     try:
+        await ask(model)  # its time may end before the answer is here
+        if task["does"] == "blocks":
+            import ctypes
+
+            ctypes.PyDLL(None).sleep(600)  # holds the interpreter: nothing in it can end this
+        if task["does"] == "waits once" and model.session.id.endswith("-2"):
+            return WorkflowOutput(reward=1.0)
         await asyncio.Event().wait()
     except asyncio.CancelledError:
         if task["does"] == "calls late":
