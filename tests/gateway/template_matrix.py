@@ -35,7 +35,7 @@ from tests.kit.toy import ADD_TOOL
 from tuner.errors import ConfigError
 from tuner.gateway import ChatRenderer, Gateway
 from tuner.gateway.conversations import LONGEST_OPENER, opener
-from tuner.gateway.families.parsing import TOOL_CALL_PARSERS
+from tuner.gateway.families.parsing import TAG_FORMS, TOOL_CALL_PARSERS
 from tuner.gateway.request_error import RequestError
 from tuner.traces import Call, ReasoningPolicy
 
@@ -121,15 +121,21 @@ _SPECIAL = re.compile(
     r"<\|[^|<>\s{}']+\|>|<｜[^｜<>\s{}']+｜>|<\|[a-z_]+>|<[a-z_]+\|>|\[/?[A-Z][A-Z_]+\]|</?s>"
     r"|<(?:start|end)_of_turn>|<sep>|<seed:[be]os>|\[e~\[|\]~b\]|\]~!b\["
 )
-_BLOCKS = {
-    "deepseek_r1": ("<think>\n", f"{THOUGHT}\n</think>\n\n"),
-    "mistral": ("[THINK]", f"{THOUGHT}[/THINK]"),
-    "openai_gptoss": (
-        "<|channel|>analysis<|message|>",
-        f"{THOUGHT}<|end|><|start|>assistant",
-    ),
-    "none": ("", ""),
-}
+
+
+def _block(reasoning: str) -> tuple[str, str, str]:
+    """A reasoning block: its opener, its rest, and what closes it."""
+    if reasoning == "openai_gptoss":
+        return "<|channel|>analysis<|message|>", f"{THOUGHT}<|end|><|start|>assistant", ""
+    if reasoning == "muse":
+        return " to=self<|message|>", f"{THOUGHT}<|eom|><|start|>assistant", ""
+    if reasoning == "none":
+        return "", "", ""
+    form = TAG_FORMS[reasoning]
+    line = "\n" if form.line_ends else ""
+    opener = form.opener.removesuffix("\n") + line
+    after = line * (2 if form.opener == "<think>" else 0) + form.answer[0]
+    return opener, f"{THOUGHT}{line}{form.closer}{after}", form.closer
 
 
 @dataclass(frozen=True)
@@ -276,7 +282,7 @@ def _sampled(renderer: ChatRenderer, reasoning: str, count: int) -> tuple[str, s
     said = _written(renderer, reasoning, [USER], calling, str(NUMBERS[count - 1][1]))
     if reasoning == "openai_gptoss":
         final = f"<|channel|>final<|message|>{ANSWER}<|return|>"
-        return said, "".join(_BLOCKS[reasoning]) + final
+        return said, "".join(_block(reasoning)[:2]) + final
     answer = {"role": "assistant", "content": ANSWER, "reasoning_content": THOUGHT}
     before = [USER, calling, *_results(count)]
     return said, _written(renderer, reasoning, before, answer, ANSWER)
@@ -287,7 +293,9 @@ def _written(
 ) -> str:
     """The turn's text up to its end; `last` is what it says last."""
     prompt = renderer.render_text(before, [ADD_TOOL])
-    closed = prompt.rstrip().endswith("</think>")  # the model is told not to reason
+    opener, rest, closer = _block(reasoning)
+    # The model is told not to reason.
+    closed = bool(closer) and prompt.rstrip().endswith(closer)
     if closed:
         turn = {**turn, "reasoning_content": None}
     whole = renderer.render_text([*before, turn], [ADD_TOOL], add_generation_prompt=False)
@@ -305,8 +313,8 @@ def _written(
     if last == ANSWER and any(special.text(e) in text for e in renderer.turn_ends):
         text = text[text.index(last) :]  # an earlier turn's end is in it: the prompt was no prefix
     if THOUGHT not in text:
-        text = re.sub(r"^\s*(<think>\s*)?(</think>\s*)?", "", text)
-        opener, rest = _BLOCKS[reasoning]
+        tags = "".join(f"({re.escape(tag)}\\s*)?" for tag in (opener.strip(), closer))
+        text = re.sub(rf"^\s*{tags}", "", text) if opener else text
         if renderer.opened_reasoning(renderer.encode(prompt)):
             text = rest + text
         elif not closed:
@@ -339,11 +347,25 @@ def _results(count: int) -> list[dict[str, Any]]:
 
 
 def _reasoning_parser(template: str) -> str:
-    if "[THINK]" in template:
-        return "mistral"
     if "<|channel|>" in template:
         return "openai_gptoss"
-    return "deepseek_r1" if "think>" in template else "none"
+    if "to=self" in template:
+        return "muse"
+    named = [
+        name
+        for name, form in TAG_FORMS.items()
+        if form.opener != "<think>"
+        and form.opener.strip() in template
+        and form.answer[0] in template
+    ]
+    for sign, name in (
+        ("<answer>", "hunyuan_a13b"),
+        ("<think{}>", "hy_v3"),
+        ("open_tag('think')", "kimi_k3"),
+    ):
+        if sign in template:
+            named.insert(0, name)
+    return named[0] if named else "deepseek_r1" if "think>" in template else "none"
 
 
 def _spoken(template: str, speech: Speech) -> PreTrainedTokenizerFast:

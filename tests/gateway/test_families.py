@@ -23,7 +23,8 @@ from tests.kit.examples import few
 from tests.kit.toy import ADD_TOOL, TEMPLATE, tokenizer
 from tuner.errors import ConfigError
 from tuner.gateway import ChatRenderer, Gateway
-from tuner.gateway.families.parsing import TOOL_CALL_PARSERS, ParsedToolCall
+from tuner.gateway.families.forms import ParsedToolCall
+from tuner.gateway.families.parsing import TOOL_CALL_PARSERS
 from tuner.gateway.requests import check_messages
 
 ANY_TOOL = {

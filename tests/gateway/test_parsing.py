@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tests.kit.toy import ADD_TOOL, ids_of, tokenizer
 from tuner.gateway import ChatRenderer
-from tuner.gateway.families.parsing import REASONING_PARSERS, TOOL_CALL_PARSERS, ParsedToolCall
+from tuner.gateway.families.forms import ParsedToolCall
+from tuner.gateway.families.parsing import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 parse_deepseek_r1 = REASONING_PARSERS["deepseek_r1"]
 

@@ -31,7 +31,8 @@ from functools import cache, partial
 from typing import Any
 
 from tuner.encoding import json_text
-from tuner.gateway.families.parsing import ParsedMessage, Tools, json_value
+from tuner.gateway.families.forms import Tools, json_value
+from tuner.gateway.families.parsing import ParsedMessage
 from tuner.gateway.families.renderer import ChatRenderer
 from tuner.gateway.families.template import Message, said
 from tuner.traces import ReasoningPolicy, Rerendered

@@ -25,16 +25,13 @@ from typing import Any, Literal
 from tuner.encoding import displayable, json_text
 from tuner.engines.base import EngineCapabilities
 from tuner.engines.grammar_text import compile_limits
-from tuner.gateway.families.parsing import (
-    CALL,
-    CALL_END,
-    CALLS,
-    CALLS_END,
-    SEPARATOR,
-    TAG_FORMS,
-    TagForm,
-    types_of,
-)
+from tuner.gateway.families.forms import types_of
+from tuner.gateway.families.parsing import TAG_FORMS, TagForm
+
+# ruff: noqa: RUF001
+CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+SEPARATOR = "<｜tool▁sep｜>"
 from tuner.gateway.request_error import Path, RequestError, shown
 
 # Parts of the families' grammars: named rules, tags, free text, JSON by a schema; and the one

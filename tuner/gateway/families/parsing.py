@@ -10,32 +10,25 @@ cannot read.
 
 from __future__ import annotations
 
-import json
 import re
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
+
+from tuner.gateway.families.forms import (
+    ATEM,
+    FORMS,
+    CallForm,
+    ParsedToolCall,
+    ToolCallBlock,
+    Tools,
+    is_object,
+)
 
 # The parts of a completion: reasoning, content and tool calls; and the scanners that find them.
 #
 # All scanners take text as it arrives and return what is certain. A whole message is parsed by a
 # scanner that gets all of its text at once, so a streamed message equals the final one.
-
-
-Tools = Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class ParsedToolCall:
-    """A call as the model wrote it.
-
-    If the format is JSON, `arguments` is the model's own text, byte for byte.
-    """
-
-    name: str
-    arguments: str
 
 
 @dataclass(frozen=True)
@@ -152,11 +145,15 @@ class TagForm:
 
     Attributes:
         line_ends: Whether newlines around the tags belong to the format.
+        answer: Tags around the content; without the first one the content begins at once.
+        end: What stands at the very end of the text.
     """
 
     opener: str
     closer: str
-    line_ends: bool
+    line_ends: bool = True
+    answer: tuple[str, str] = ("", "")
+    end: str = ""
 
     def scanner(self, opened: bool) -> TagScanner:
         return TagScanner(self, opened)
@@ -173,6 +170,7 @@ class TagScanner:
         self._state = "start"
         self._text = ""
         self._trimming = False  # newlines at this place belong to the format
+        self._before_answer, self._in_answer = map(bool, form.answer)
 
     def feed(self, text: str) -> list[Delta]:
         self._text += text
@@ -189,10 +187,34 @@ class TagScanner:
             self._reason(deltas, final=final)
         if self._state == "content":
             self._trim()
-            if self._text:
-                deltas.append(Delta(content=self._text))
-            self._text = ""
+            self._answer(deltas, final=final)
         return deltas
+
+    def _answer(self, deltas: list[Delta], *, final: bool) -> None:
+        """Content without the tags around it."""
+        opener, closer = self._form.answer
+        if self._before_answer:
+            body = self._text.lstrip()
+            if opener.startswith(body) and body != opener and not final:
+                return
+            if body.startswith(opener):
+                self._text = body.removeprefix(opener)
+            self._before_answer = False
+        if self._in_answer:
+            text, closed, rest = self._text.partition(closer)
+            kept = len(text) if closed or final else begun(text, (closer,))
+            if text[:kept]:
+                deltas.append(Delta(content=text[:kept]))
+            self._text = rest if closed else text[kept:]
+            self._in_answer = not closed
+        if not self._in_answer:
+            end = self._form.end
+            kept = len(self._text) if final or not end else begun(self._text, (end,))
+            if end and self._text.endswith(end):
+                kept = len(self._text) - len(end)
+            if self._text[:kept]:
+                deltas.append(Delta(content=self._text[:kept]))
+            self._text = self._text[kept:]
 
     def _begin(self, *, final: bool) -> bool:
         body = self._text.lstrip()
@@ -233,31 +255,31 @@ TAG_FORMS = {
     "deepseek_v3": _THINK,
     "qwen3": _THINK,
     "mistral": TagForm("[THINK]", "[/THINK]", line_ends=False),
+    "seed_oss": TagForm("<seed:think>", "</seed:think>"),
+    "minimax_m3": TagForm("<mm:think>", "</mm:think>"),
+    "hy_v3": TagForm("<think:opensource>", "</think:opensource>"),
+    "hunyuan_a13b": TagForm("<think>", "</think>", answer=("<answer>\n", "\n</answer>")),
+    "gemma4": TagForm("<|channel>thought\n", "<channel|>"),
+    "cohere_command3": TagForm(
+        "<|START_THINKING|>", "<|END_THINKING|>", answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>")
+    ),
+    "kimi_k3": TagForm(
+        "<|open|>think<|sep|>",
+        "<|close|>think<|sep|>",
+        line_ends=False,
+        answer=("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
+        end="<|close|>message<|sep|>",
+    ),
+    "solar": TagForm(
+        "<|think|>", "<|end|><|begin|>assistant", line_ends=False, answer=("<|content|>", "")
+    ),
+    "apertus": TagForm("<|inner_prefix|>", "<|inner_suffix|>", line_ends=False),
+    "granite": TagForm("Here is my thought process:", "Here is my response:"),
 }
 """By the names of the reasoning parsers."""
 
 
 # Tool calls between tags, found in text as it arrives.
-
-
-@dataclass(frozen=True)
-class ToolCallBlock:
-    """The content of one block.
-
-    Attributes:
-        calls: Its well-formed calls, in order.
-        rest: Text that stays content: the text after the calls, or the whole block without calls.
-        malformed: Number of calls in it that could not be parsed.
-    """
-
-    calls: tuple[ParsedToolCall, ...]
-    rest: str
-    malformed: int
-
-    @classmethod
-    def of(cls, call: ParsedToolCall | None, block: str) -> ToolCallBlock:
-        """A block that is one call, or a malformed one."""
-        return cls((call,), "", 0) if call else cls((), block, 1)
 
 
 @dataclass(frozen=True)
@@ -276,6 +298,7 @@ class ToolCallForm:
         wrapper: An opener that may precede the first block, around several blocks.
         tail: The wrapper's end.
         at_start: An opener that counts only at the beginning of the text, after any white space.
+        strings: Tags inside JSON's strings end no block.
     """
 
     openers: tuple[str, ...]
@@ -286,6 +309,21 @@ class ToolCallForm:
     wrapper: str = ""
     tail: str = ""
     at_start: str = ""
+    strings: bool = False
+
+    @classmethod
+    def of(cls, form: CallForm) -> ToolCallForm:
+        """The blocks of a row of the table."""
+        return cls(
+            openers=(form.opener, *form.other_openers),
+            read=form.read,
+            closers=(form.closer,) if form.closer else (),
+            line_ends=form.lead,
+            wrapper=form.section[0].strip(),
+            tail=form.section[1].strip(),
+            at_start=form.start,
+            strings=form.holds_json,
+        )
 
     def scanner(self, tools: Tools) -> ToolCallScanner:
         return ToolCallScanner(self, tools)
@@ -305,7 +343,8 @@ class ToolCallScanner:
         self._opener = _any_of(self._openers)
         cuts = form.cuts or self._openers
         closing = f"(?:{_any_of(form.closers).pattern})|" if form.closers else ""
-        self._boundary = re.compile(f"{closing}(?={_any_of(cuts).pattern})")
+        string = r'"(?:[^"\\\n]|\\.)*"|' if form.strings else ""
+        self._boundary = re.compile(f"{string}{closing}(?={_any_of(cuts).pattern})")
         self._longest = max(map(len, (*form.closers, *cuts)))
         self._text = ""  # text not returned yet
         self._open: int | None = None  # start of a block in it
@@ -386,12 +425,21 @@ class ToolCallScanner:
                 found = [tag for tag in self._form.openers if self._text.startswith(tag, inner)]
                 if found:
                     begin = inner + len(found[0])
-        match = self._boundary.search(self._text, max(begin, self._searched))
+        begin = max(begin, self._searched)
+        while (match := self._boundary.search(self._text, begin)) and match[0].startswith('"'):
+            begin = match.end()
+        if final:
+            return match.end() if match else len(self._text)
+        if self._form.strings:
+            # A quote in the last line may begin a string that holds the tag.
+            line = max(begin, self._text.rfind("\n") + 1)
+            quote = self._text.find('"', line, match.start() if match else None)
+            if quote >= 0:
+                self._searched = quote
+                return None
         if match:
             return match.end()
-        if final:
-            return len(self._text)
-        self._searched = len(self._text) - self._longest + 1
+        self._searched = max(begin, len(self._text) - self._longest + 1)
         return None
 
     def _say_calls(self, calls: tuple[ParsedToolCall, ...], deltas: list[Delta]) -> None:
@@ -427,406 +475,142 @@ def _after_space(text: str, position: int) -> int:
     return len(text) - len(text[position:].lstrip())
 
 
-# Tool calls written as JSON, parsed without losing the model's own text.
-#
-# Hermes, Qwen2.5 and Qwen3: between tags, any number of calls. The newline before a call and white
-# space after one belong to the format.
-#
-#     <tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>
-#
-# Llama 3.x: JSON alone, at the beginning of the text or after a tag; several with `;` between. Any
-# other object at the beginning is an answer, and content. After the tag everything is an attempt to
-# call: code for the built-in tools cannot be parsed and counts as malformed.
-#
-#     {"name": ..., "parameters": {...}}; {"name": ..., "parameters": {...}}
-#     <|python_tag|>{"name": ..., "parameters": {...}}
-#
-# Mistral: a tag, then a JSON array of calls; since tokenizer version 11, a tag for each call. A
-# call ends at the next tag or the end of the text. The model's own call ids are part of the format;
-# the gateway assigns its own ids.
-#
-#     [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]
-#     [TOOL_CALLS]NAME[CALL_ID]ID[ARGS]{...}[TOOL_CALLS]NAME[ARGS]{...}
-#
-# DeepSeek V3 and R1, and V3.1: tags around each call and around all of them.
-#
-#     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME
-#     ```json\n{...}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
-#
-#     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>
-#     <｜tool▁calls▁end｜>
-
-
-# The bars of DeepSeek's tags are full-width, as the model writes them.
-# ruff: noqa: RUF001
-
-
-def json_call(text: str, keys: Sequence[str] = ("arguments",)) -> ParsedToolCall | None:
-    """The call in `text`, one JSON object with a "name" and arguments under one of `keys`.
-
-    Arguments may also be a string that contains JSON.
-    """
-    try:
-        spans = _object_spans(text)
-        name = json.loads(text[slice(*spans["name"])])
-        (key,) = (key for key in keys if key in spans)
-        arguments = text[slice(*spans[key])]
-        if arguments.startswith('"'):
-            arguments = json.loads(arguments)
-    except (ValueError, KeyError, RecursionError):
-        return None
-    if not isinstance(name, str) or not name or not is_object(arguments):
-        return None
-    return ParsedToolCall(name, arguments)
-
-
-def is_object(text: str) -> bool:
-    """Whether `text` is one JSON object."""
-    try:
-        return isinstance(DECODER.decode(text), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def json_value(text: str) -> Any:
-    """The value of a JSON text that the model wrote.
-
-    Numbers beyond the range of floats, which a model can write, become the largest float: as
-    infinity they would be written back as text that is not JSON.
-    """
-    return json.loads(text, parse_float=_finite, parse_constant=refuse_constant)
-
-
-def _finite(number: str) -> float:
-    return max(-sys.float_info.max, min(sys.float_info.max, float(number)))
-
-
-def value_end(text: str, start: int) -> int | None:
-    """End of the JSON value that begins at `start`; None if there is none."""
-    try:
-        return DECODER.raw_decode(text, start)[1]
-    except (ValueError, RecursionError):
-        return None
-
-
-def skip_space(text: str, position: int) -> int:
-    """The first position from `position` on that is not JSON white space."""
-    match = _SPACE.match(text, position)
-    return match.end() if match else position
-
-
-def refuse_constant(name: str) -> Any:
-    """Reject NaN, Infinity and -Infinity, which Python's decoder accepts."""
-    raise ValueError(f"{name} is not a JSON number")
-
-
-DECODER = json.JSONDecoder(parse_constant=refuse_constant)
-_SPACE = re.compile(r"[ \t\n\r]*")
-
-
-def _object_spans(text: str) -> dict[str, tuple[int, int]]:
-    """Start and end of each member's value of the JSON object `text`.
-
-    Raises:
-        ValueError: `text` is not one JSON object, or names a member twice.
-    """
-    spans: dict[str, tuple[int, int]] = {}
-    position = _expect(text, 0, "{")
-    while text[position : position + 1] != "}":
-        if spans:
-            position = _expect(text, position, ",")
-        key, position = DECODER.raw_decode(text, position)
-        if not isinstance(key, str) or key in spans:
-            raise ValueError("a member's name must be a string that occurs once")
-        start = _expect(text, position, ":")
-        _, position = DECODER.raw_decode(text, start)
-        spans[key] = (start, position)
-        position = skip_space(text, position)
-    if skip_space(text, position + 1) != len(text):
-        raise ValueError("text after the object")
-    return spans
-
-
-def _expect(text: str, position: int, character: str) -> int:
-    position = skip_space(text, position)
-    if text[position : position + 1] != character:
-        raise ValueError(f"expected {character!r}")
-    return skip_space(text, position + 1)
-
-
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-
-
-def _read_hermes(block: str, tools: Tools) -> ToolCallBlock:
-    if not block.endswith(_CLOSE):
-        return ToolCallBlock.of(None, block)
-    return ToolCallBlock.of(json_call(block[len(_OPEN) : -len(_CLOSE)].strip()), block)
-
-
-HERMES = ToolCallForm(openers=(_OPEN,), closers=(_CLOSE,), line_ends=1, read=_read_hermes)
-
-
-_PYTHON_TAG = "<|python_tag|>"
-_KEYS = ("parameters", "arguments")
-_SEPARATOR = re.compile(r"\s*;?\s*")
-# An unparsable object was meant as a call if it begins like one.
-_ATTEMPT = re.compile(r'[\s;]*\{\s*"(?:name|type|parameters|arguments)"\s*:')
-
-
-def _read_llama3(block: str, tools: Tools) -> ToolCallBlock:
-    tagged = block.startswith(_PYTHON_TAG)
-    calls: list[ParsedToolCall] = []
-    position = end = len(_PYTHON_TAG) if tagged else 0
-    while (stop := value_end(block, start := skip_space(block, position))) is not None:
-        call = json_call(block[start:stop], _KEYS)
-        if call is None:
-            break
-        calls.append(call)
-        end = stop
-        separator = _SEPARATOR.match(block, stop)
-        position = separator.end() if separator else stop
-    if not calls:
-        return ToolCallBlock((), block, int(tagged or _is_attempt(block)))
-    rest = block[end:]
-    if _SEPARATOR.fullmatch(rest):
-        return ToolCallBlock(tuple(calls), "", 0)
-    return ToolCallBlock(tuple(calls), rest, int(_is_attempt(rest)))
-
-
-def _is_attempt(text: str) -> bool:
-    match = _ATTEMPT.match(text)
-    if match is None:
-        return False
-    start = text.index("{")
-    stop = value_end(text, start)
-    # A complete object without parameters is not a call: people have names, too.
-    return stop is None or any(f'"{key}"' in text[start:stop] for key in _KEYS)
-
-
-LLAMA3_JSON = ToolCallForm(openers=(_PYTHON_TAG,), at_start="{", read=_read_llama3)
-
-
-_TOOL_CALLS = "[TOOL_CALLS]"
-_NAMED = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)")
-
-
-def _read_mistral(block: str, tools: Tools) -> ToolCallBlock:
-    named = _NAMED.match(block, len(_TOOL_CALLS))
-    if named:
-        end = value_end(block, named.end())
-        if end is None or not is_object(block[named.end() : end]):
-            return ToolCallBlock.of(None, block)
-        return ToolCallBlock((ParsedToolCall(named[1], block[named.end() : end]),), block[end:], 0)
-    return _read_array(block)
-
-
-def _read_array(block: str) -> ToolCallBlock:
-    calls: list[ParsedToolCall] = []
-    position = skip_space(block, len(_TOOL_CALLS))
-    read = position  # end of the parsed part
-    if block[position : position + 1] != "[":
-        return ToolCallBlock.of(None, block)
-    while True:
-        start = skip_space(block, position + 1)
-        end = value_end(block, start)
-        call = json_call(block[start:end]) if end is not None else None
-        if call is None or end is None:
-            break
-        position = skip_space(block, end)
-        following = block[position : position + 1]
-        if following not in (",", "]"):
-            break
-        calls.append(call)
-        read = end
-        if following == "]":
-            return ToolCallBlock(tuple(calls), block[position + 1 :], 0)
-    return ToolCallBlock(tuple(calls), block[read:], 1) if calls else ToolCallBlock.of(None, block)
-
-
-MISTRAL = ToolCallForm(openers=(_TOOL_CALLS,), read=_read_mistral)
-
-
-CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-CALL, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
-SEPARATOR = "<｜tool▁sep｜>"
-_BEFORE = rf"(?:{CALLS}\s*)?{CALL}\s*"
-_V3 = re.compile(
-    rf"{_BEFORE}function{SEPARATOR}([^\n]+)\n```json\s*\n(.*)\n\s*```\s*{CALL_END}", re.DOTALL
-)
-_V31 = re.compile(rf"{_BEFORE}([^\n]+?){SEPARATOR}(.*){CALL_END}", re.DOTALL)
-
-
-def _read_deepseek(pattern: re.Pattern[str], block: str, tools: Tools) -> ToolCallBlock:
-    match = pattern.fullmatch(block)
-    if match is None:
-        return ToolCallBlock.of(None, block)
-    name, arguments = match[1].strip(), match[2].strip()
-    readable = name and is_object(arguments)
-    return ToolCallBlock.of(ParsedToolCall(name, arguments) if readable else None, block)
-
-
-def _deepseek(pattern: re.Pattern[str]) -> ToolCallForm:
-    return ToolCallForm(
-        openers=(CALL,),
-        closers=(CALL_END,),
-        wrapper=CALLS,
-        tail=CALLS_END,
-        read=partial(_read_deepseek, pattern),
-    )
-
-
-DEEPSEEK_V3 = _deepseek(_V3)
-DEEPSEEK_V31 = _deepseek(_V31)
-
-
-# Qwen3-Coder and Qwen3.5: one tag for each parameter.
-#
-#     <tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>
-#
-# The format has no types, so a value is parsed by the type in the tool's JSON schema, and as text
-# if the schema does not know it or the value has none of its types. Templates write Python's True,
-# False and None. Up to two newlines before a call belong to the format.
-
-
-_CALL = re.compile(r"<tool_call>\s*<function=([^>\n]+)>(.*)</function>\s*</tool_call>", re.DOTALL)
-# A value may itself contain a closing tag: the right one is followed by a parameter or the end.
-_PARAMETER = re.compile(
-    r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL
-)
-_PYTHON = {"True": "true", "False": "false", "None": "null"}
-
-
-def _read(block: str, tools: Tools) -> ToolCallBlock:
-    match = _CALL.fullmatch(block)
-    return ToolCallBlock.of(_call(match[1].strip(), match[2], tools) if match else None, block)
-
-
-def _call(name: str, body: str, tools: Tools) -> ParsedToolCall | None:
-    schema = _parameters(name, tools)
-    values: dict[str, str] = {}
-    position = 0
-    while match := _PARAMETER.match(body, position):
-        key = match[1].strip()
-        if key in values:
-            return None
-        values[key] = _json_value(match[2], types_of(_property(schema, key), schema))
-        position = match.end()
-    if not name or body[position:].strip():
-        return None
-    members = (f"{json.dumps(key, ensure_ascii=False)}: {text}" for key, text in values.items())
-    return ParsedToolCall(name, "{" + ", ".join(members) + "}")
-
-
-def _parameters(name: str, tools: Tools) -> Mapping[str, Any]:
-    for tool in tools:
-        function = tool.get("function")
-        if isinstance(function, Mapping) and function.get("name") == name:
-            return _mapping(function.get("parameters"))
-    return {}
-
-
-def _property(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    return _mapping(_mapping(schema.get("properties")).get(key))
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def types_of(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """The JSON types that a schema allows; empty if it does not say."""
-    found: set[str] = set()
-    declared = schema.get("type")
-    if isinstance(declared, str):
-        found.add(declared)
-    elif isinstance(declared, list):
-        found.update(item for item in declared if isinstance(item, str))
-    elif isinstance(schema.get("enum"), list):
-        found.update(_type_of(item) for item in schema["enum"])
-    elif "const" in schema:
-        found.add(_type_of(schema["const"]))
-    if depth > 8:  # a schema may refer to itself
-        return found
-    for several in ("anyOf", "oneOf", "allOf"):
-        for inner in schema.get(several) or ():
-            found |= types_of(_mapping(inner), root, depth + 1)
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        target: Any = root
-        for part in reference[2:].split("/"):
-            target = _mapping(target).get(part)
-        found |= types_of(_mapping(target), root, depth + 1)
-    return found
-
-
-def _type_of(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else "boolean"
-    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
-        return "integer"
-    names = {float: "number", str: "string", list: "array", dict: "object"}
-    return names[type(value)]
-
-
-def _json_value(text: str, types: set[str]) -> str:
-    """The value as JSON text: the model's own if it has an allowed type, otherwise a string."""
-    written = text.strip()
-    written = _PYTHON.get(written, written)
-    try:
-        found = _type_of(DECODER.decode(written))
-    except (ValueError, RecursionError):
-        found = "string"
-    if found != "string" and (found in types or (found == "integer" and "number" in types)):
-        return written
-    return json.dumps(text, ensure_ascii=False)
-
-
-QWEN3_XML = ToolCallForm(
-    openers=("<tool_call>",), closers=("</tool_call>",), line_ends=2, read=_read
-)
-
-
-# GPT-OSS's harmony: a completion is several messages, each with a channel.
+# Completions of several messages, each with a channel or a recipient. GPT-OSS's harmony:
 #
 #     <|channel|>analysis<|message|>…<|end|>
 #     <|start|>assistant<|channel|>commentary to=functions.NAME
 #         <|constrain|>json<|message|>{…}<|call|>
 #     <|start|>assistant<|channel|>final<|message|>…<|return|>
 #
-# The reasoning parser splits the messages: analysis is reasoning; final, and commentary without a
-# recipient, are content. Messages with a recipient are passed to the tool-call parser unchanged,
-# and so is text outside messages. A newline separates two messages of one kind. The recipient may
-# also precede the channel, where the template writes it.
+# Muse's, where the recipient alone says what a message is:
+#
+#     to=self<|message|>…<|eom|>
+#     <|start|>assistant to=NAME<|message|><atem:function_calls>…</atem:function_calls><|eom|>
+#     <|start|>assistant to=user<|message|>…<|eot|>
+#
+# The reasoning parser splits the messages into reasoning and content. Messages to a tool are passed
+# to the tool-call parser unchanged, and so is text outside messages. A newline separates two
+# messages of one kind. Harmony's recipient may also precede the channel, where its template writes
+# it.
 #
 # The library openai-harmony supports only ids of its own vocabulary, which it downloads, not a
 # completion's text.
 
 
-_START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
-_ENDS = ("<|end|>", "<|call|>", "<|return|>")
-ANALYSIS = f"{_CHANNEL}analysis{_MESSAGE}"
+_START, _MESSAGE = "<|start|>", "<|message|>"
 
-_HEADER = re.compile(
-    r"\s*(?:<\|start\|>assistant)?\s*(?:to=(?P<before>[^\s<]+)\s*)?"
-    r"<\|channel\|>(?P<channel>\w+)\s*(?:to=(?P<after>[^\s<]+)\s*)?"
-    r"(?:<\|constrain\|>)?\s*\w*\s*<\|message\|>"
+
+@dataclass(frozen=True)
+class ChannelForm:
+    """The messages of a family.
+
+    Attributes:
+        opener: The header of reasoning, with which a prompt may end.
+        header: A whole header; the first of its groups that matched says what the message is.
+        begins: How a header may begin.
+        ends: What ends a message.
+        reasoning, content: What headers say of messages of these kinds.
+        bare: What a header without any group says.
+        read: The call in a message to a tool: its recipient and its text.
+    """
+
+    opener: str
+    header: re.Pattern[str]
+    begins: tuple[str, ...]
+    ends: tuple[str, ...]
+    reasoning: tuple[str, ...]
+    content: tuple[str, ...]
+    read: Callable[[str, str, Tools], ParsedToolCall | None]
+    bare: str = ""
+
+    def says(self, header: re.Match[str]) -> str:
+        return next(filter(None, header.groups()), self.bare)
+
+    def kind(self, header: re.Match[str] | None) -> str:
+        """Reasoning ("analysis"), content ("plain") or another message ("raw")."""
+        says = self.says(header) if header else None
+        if says in self.reasoning:
+            return "analysis"
+        return "plain" if says in self.content else "raw"
+
+    def scanner(self, opened: bool) -> ChannelScanner:
+        return ChannelScanner(self, opened)
+
+    @property
+    def tool_calls(self) -> ToolCallForm:
+        return ToolCallForm(
+            openers=(f"{_START}assistant", *(tag for tag in self.begins if tag[0] == "<")),
+            closers=self.ends,
+            cuts=(_START,),
+            at_start="to=",
+            read=self._read,
+        )
+
+    def _read(self, block: str, tools: Tools) -> ToolCallBlock:
+        header = self.header.match(block)
+        if header is None:
+            return ToolCallBlock((), block, 1)
+        recipient = self.says(header)
+        if recipient in (*self.reasoning, *self.content) or "to=" not in header[0]:
+            return ToolCallBlock((), block, 0)
+        text = block[header.end() :]
+        for end in self.ends:
+            text = text.removesuffix(end)
+        call = self.read(recipient, text.strip(), tools)
+        return ToolCallBlock((call,), "", 0) if call else ToolCallBlock((), block, 1)
+
+
+def _functions_call(recipient: str, text: str, tools: Tools) -> ParsedToolCall | None:
+    name = recipient.removeprefix("functions.")
+    readable = name and name != recipient and is_object(text)
+    return ParsedToolCall(name, text) if readable else None
+
+
+def _atem_call(recipient: str, text: str, tools: Tools) -> ParsedToolCall | None:
+    message = read(ToolCallForm.of(ATEM).scanner(tools), text)
+    alone = len(message.tool_calls) == 1 and not message.content
+    return message.tool_calls[0] if alone else None
+
+
+HARMONY = ChannelForm(
+    opener=f"<|channel|>analysis{_MESSAGE}",
+    header=re.compile(
+        r"\s*(?:<\|start\|>assistant)?\s*(?:to=([^\s<]+)\s*)?"
+        r"<\|channel\|>(?:\w+\s*to=([^\s<]+)|(\w+))\s*"
+        r"(?:<\|constrain\|>)?\s*\w*\s*<\|message\|>"
+    ),
+    begins=(_START, "<|channel|>", "to="),
+    ends=("<|end|>", "<|call|>", "<|return|>"),
+    reasoning=("analysis",),
+    content=("final", "commentary"),
+    read=_functions_call,
 )
-_CLOSING = re.compile("|".join(map(re.escape, (*_ENDS, _START))))
-_IN_HEADER = re.compile("|".join(map(re.escape, (_MESSAGE, *_ENDS, _START))))
-_BEGINNINGS = (_START, _CHANNEL, "to=")
-_FUNCTION = "functions."
+MUSE = ChannelForm(
+    opener=f"to=self{_MESSAGE}",
+    header=re.compile(r"\s*(?:<\|start\|>assistant)?\s*(?:to=([^\s<]+))?\s*<\|message\|>"),
+    begins=(_START, _MESSAGE, "to="),
+    ends=("<|eom|>", "<|eot|>"),
+    reasoning=("self",),
+    content=("user", "commentary"),
+    bare="self",
+    read=_atem_call,
+)
 
 
-class HarmonyScanner:
-    """Splits one text into messages (see above).
+class ChannelScanner:
+    """Splits one text into messages.
 
     Args:
+        form: The family's.
         opened: Whether the prompt ended with the header of an analysis message.
     """
 
     malformed = 0
 
-    def __init__(self, opened: bool) -> None:
+    def __init__(self, form: ChannelForm, opened: bool) -> None:
+        self._form = form
+        self._closing = _any_of((*form.ends, _START))
+        self._in_header = _any_of((_MESSAGE, *form.ends, _START))
         self._text = ""
         self._state = "analysis" if opened else "header"
         self._kinds: set[str] = set()  # of the messages so far
@@ -866,23 +650,20 @@ class HarmonyScanner:
 
     def _header(self, deltas: list[Delta], *, final: bool) -> bool:
         body = self._text.lstrip()
-        if not body.startswith(_BEGINNINGS):
-            if not final and any(tag.startswith(body) for tag in _BEGINNINGS):
+        if not body.startswith(self._form.begins):
+            if not final and any(tag.startswith(body) for tag in self._form.begins):
                 return False
             self._enter("raw", deltas)
             return True
         # A header may begin with the tag that would end it.
         first = len(self._text) - len(body) + 1
-        tag = _IN_HEADER.search(self._text, max(first, self._searched))
+        tag = self._in_header.search(self._text, max(first, self._searched))
         if tag is None:
             self._searched = len(self._text) - len(_MESSAGE) + 1
             return False
         self._searched = 0
-        header = _HEADER.fullmatch(self._text, 0, tag.end())
-        kind = "raw"
-        if header and not header["before"] and not header["after"]:
-            kinds = {"analysis": "analysis", "final": "plain", "commentary": "plain"}
-            kind = kinds.get(header["channel"], "raw")
+        header = self._form.header.fullmatch(self._text, 0, tag.end())
+        kind = self._form.kind(header)
         self._enter(kind, deltas)
         end = tag.end() if tag[0] == _MESSAGE else tag.start()
         if kind == "raw":
@@ -891,8 +672,8 @@ class HarmonyScanner:
         return True
 
     def _body(self, deltas: list[Delta], *, final: bool) -> bool:
-        end = _CLOSING.search(self._text)
-        kept = len(self._text) if final else begun(self._text, (*_ENDS, _START))
+        end = self._closing.search(self._text)
+        kept = len(self._text) if final else begun(self._text, (*self._form.ends, _START))
         if end:
             raw_end = self._state == "raw" and end[0] != _START
             kept = end.end() if raw_end else end.start()
@@ -917,31 +698,6 @@ class HarmonyScanner:
         return True
 
 
-def _read_channels(block: str, tools: Tools) -> ToolCallBlock:
-    header = _HEADER.match(block)
-    if header is None:
-        return ToolCallBlock.of(None, block)
-    recipient = header["before"] or header["after"]
-    if recipient is None:
-        return ToolCallBlock((), block, 0)
-    arguments = block[header.end() :]
-    for end in _ENDS:
-        arguments = arguments.removesuffix(end)
-    arguments = arguments.strip()
-    name = recipient.removeprefix(_FUNCTION)
-    readable = recipient.startswith(_FUNCTION) and name and is_object(arguments)
-    return ToolCallBlock.of(ParsedToolCall(name, arguments) if readable else None, block)
-
-
-HARMONY = ToolCallForm(
-    openers=(f"{_START}assistant", _CHANNEL),
-    closers=_ENDS,
-    cuts=(_START,),
-    at_start="to=",
-    read=_read_channels,
-)
-
-
 # The parsers by name: vLLM's names, which Trinity-RFT's YAML uses.
 
 
@@ -952,10 +708,12 @@ class ReasoningParser:
     Attributes:
         opener: End of a prompt that has already opened the reasoning; None if none can.
         scanner: Makes a scanner for one text, given whether the prompt has opened the reasoning.
+        after_content: What stands between content and the token that ends the turn.
     """
 
     opener: str | None
     scanner: Callable[[bool], Scanner]
+    after_content: str = ""
 
     def __call__(self, text: str, opened: bool) -> tuple[str | None, str]:
         """The reasoning, or None, and the rest of the whole `text`."""
@@ -982,21 +740,21 @@ class ToolCallParser:
 
 
 REASONING_PARSERS: dict[str, ReasoningParser] = {
-    **{name: ReasoningParser(form.opener, form.scanner) for name, form in TAG_FORMS.items()},
-    "openai_gptoss": ReasoningParser(ANALYSIS, HarmonyScanner),
+    **{
+        name: ReasoningParser(form.opener, form.scanner, form.answer[1] + form.end)
+        for name, form in TAG_FORMS.items()
+    },
+    "openai_gptoss": ReasoningParser(HARMONY.opener, HARMONY.scanner),
+    "muse": ReasoningParser(MUSE.opener, MUSE.scanner),
     "none": ReasoningParser(None, lambda opened: PlainText()),
 }
-# If several names mean one parser, messages suggest the first.
 TOOL_CALL_PARSERS: dict[str, ToolCallParser] = {
-    "hermes": ToolCallParser(HERMES.scanner),
-    "qwen3_coder": ToolCallParser(QWEN3_XML.scanner),
-    "qwen3_xml": ToolCallParser(QWEN3_XML.scanner),
-    "llama3_json": ToolCallParser(LLAMA3_JSON.scanner),
-    "llama4_json": ToolCallParser(LLAMA3_JSON.scanner),
-    "mistral": ToolCallParser(MISTRAL.scanner, short_ids=True),
-    "deepseek_v3": ToolCallParser(DEEPSEEK_V3.scanner),
-    "deepseek_v31": ToolCallParser(DEEPSEEK_V31.scanner),
-    "openai": ToolCallParser(HARMONY.scanner),
+    **{
+        name: ToolCallParser(ToolCallForm.of(form).scanner, short_ids=form.short_ids)
+        for name, form in FORMS.items()
+    },
+    "openai": ToolCallParser(HARMONY.tool_calls.scanner),
+    "muse": ToolCallParser(MUSE.tool_calls.scanner),
     "none": ToolCallParser(lambda tools: PlainText()),
 }
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from tuner.encoding import displayable
 from tuner.errors import ConfigError
+from tuner.gateway.families.forms import Tools
 from tuner.gateway.families.grammars import Constraints, grammar_of
 from tuner.gateway.families.parsing import (
     REASONING_PARSERS,
     TOOL_CALL_PARSERS,
     MessageScanner,
     ParsedMessage,
-    Tools,
     read,
 )
 from tuner.gateway.families.template import (
@@ -538,6 +538,7 @@ class ChatRenderer:
         with suppress(RequestError):
             text = self.render_text(ANY_TURN, ())
             _, found, rest = text.rpartition(ANY_TURN[-1]["content"])
+            rest = rest.removeprefix(self.reasoning.after_content)
             ends.append(self.special_tokens.at(rest, 0) if found else None)
         with suppress(RequestError):
             text = self.render_text(ANY_CALL[:2], [ANY_TOOL], add_generation_prompt=False)
