@@ -36,6 +36,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from tuner.gateway.families.values import (
+    DECODER,
+    Types,
+    items_of,
+    parameters_of,
+    read_value,
+    refuse_constant,
+    types_of,
+)
+
 Tools = Sequence[Mapping[str, Any]]
 
 
@@ -103,12 +113,6 @@ def skip_space(text: str, position: int) -> int:
     return match.end() if match else position
 
 
-def refuse_constant(name: str) -> Any:
-    """Reject NaN, Infinity and -Infinity, which Python's decoder accepts."""
-    raise ValueError(f"{name} is not a JSON number")
-
-
-DECODER = json.JSONDecoder(parse_constant=refuse_constant)
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 
@@ -119,10 +123,12 @@ class Keys:
     Attributes:
         name: Of the tool's name; "" if that name is the only key, and the arguments its value.
         arguments: Any of these, the one that the family writes first.
+        id: Of the model's own number of the call, which comes first; "" if there is none.
     """
 
     name: str = "name"
     arguments: tuple[str, ...] = ("arguments",)
+    id: str = ""
 
 
 def json_call(text: str, keys: Keys) -> ParsedToolCall | None:
@@ -175,88 +181,13 @@ def _expect(text: str, position: int, character: str) -> int:
     return skip_space(text, position + 1)
 
 
-# Values without types, which get those of the tool's JSON schema.
-
-
-def parameters_of(name: str, tools: Tools) -> Mapping[str, Any]:
-    """The schema of a tool's arguments; empty if it is not known."""
+def _schema_of(name: str, tools: Tools) -> Any:
+    """The schema of a tool's parameters; None if it is not known."""
     for tool in tools:
         function = tool.get("function")
         if isinstance(function, Mapping) and function.get("name") == name:
-            return _mapping(function.get("parameters"))
-    return {}
-
-
-def _property(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    return _mapping(_mapping(schema.get("properties")).get(key))
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def types_of(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """The JSON types that a schema allows; empty if it does not say."""
-    found: set[str] = set()
-    declared = schema.get("type")
-    if isinstance(declared, str):
-        found.add(declared)
-    elif isinstance(declared, list):
-        found.update(item for item in declared if isinstance(item, str))
-    elif isinstance(schema.get("enum"), list):
-        found.update(_type_of(item) for item in schema["enum"])
-    elif "const" in schema:
-        found.add(_type_of(schema["const"]))
-    if depth > 8:  # a schema may refer to itself
-        return found
-    for several in ("anyOf", "oneOf", "allOf"):
-        for inner in schema.get(several) or ():
-            found |= types_of(_mapping(inner), root, depth + 1)
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        target: Any = root
-        for part in reference[2:].split("/"):
-            target = _mapping(target).get(part)
-        found |= types_of(_mapping(target), root, depth + 1)
-    return found
-
-
-def _type_of(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else "boolean"
-    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
-        return "integer"
-    names = {float: "number", str: "string", list: "array", dict: "object"}
-    return names[type(value)]
-
-
-_PYTHON = {"True": "true", "False": "false", "None": "null"}
-
-
-def typed(text: str, types: set[str]) -> str:
-    """A value as JSON text: the model's own if it has an allowed type, otherwise a string.
-
-    Templates write Python's True, False, None, lists and dicts too.
-    """
-    written = _PYTHON.get(text.strip(), text.strip())
-    for candidate in (written, *_from_python(written, types)):
-        try:
-            found = _type_of(DECODER.decode(candidate))
-        except (ValueError, RecursionError):
-            continue
-        if found != "string" and (found in types or (found == "integer" and "number" in types)):
-            return candidate
-    return _json(text)
-
-
-def _from_python(text: str, types: set[str]) -> Iterator[str]:
-    if text[:1] in ("[", "{") and types & {"array", "object"}:
-        try:
-            value, end = _Literals(text, python=True).value(0)
-        except ValueError:
-            return
-        if end == len(text):
-            yield _json(value)
+            return function.get("parameters")
+    return None
 
 
 def _json(value: Any) -> str:
@@ -265,6 +196,14 @@ def _json(value: Any) -> str:
     return json.dumps(value) if any("\ud800" <= letter <= "\udfff" for letter in text) else text
 
 
+def _object_of(members: Mapping[str, str]) -> str:
+    """A JSON object of members that are JSON already."""
+    return f"{{{', '.join(f'{_json(key)}: {value}' for key, value in members.items())}}}"
+
+
+# Values that are not JSON.
+
+_WORDS_OF_PYTHON = {"True": True, "False": False, "None": None}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\n": "", "\\": "\\", "'": "'", '"': '"'}
 
 
@@ -387,7 +326,9 @@ class _Literals:
         if not word or match is None:
             raise ValueError("expected a value")
         try:
-            return json_value(_PYTHON.get(word, word)), match.end()
+            if word in _WORDS_OF_PYTHON:
+                return _WORDS_OF_PYTHON[word], match.end()
+            return json_value(word), match.end()
         except ValueError:
             return word, match.end()
 
@@ -444,6 +385,12 @@ class CallForm:
     def _readers(self) -> list[_Body]:
         return [_Body(self, body) for body in self.bodies]
 
+    @cached_property
+    def markup(self) -> tuple[str, ...]:
+        """Tags that no value contains: it would have swallowed what should have ended it."""
+        heads = [FIELD.split(part)[0].strip() for part in (self.parameter, *self.bodies)]
+        return tuple(dict.fromkeys(text for text in (*heads, self.opener, self.closer) if text))
+
     @property
     def holds_json(self) -> bool:
         """Whether calls are JSON, whose strings may contain any tag."""
@@ -480,7 +427,8 @@ class CallForm:
 Found = tuple[tuple[ParsedToolCall, ...], int, bool]
 """Calls, where they end, and whether they break off there."""
 
-_FIELD = re.compile(r"(\{\w+\})")
+FIELD = re.compile(r"(\{\w+\})")
+"""A field of a row."""
 _WORDS = {
     "{name}": r"\s*(?P<name>[^\s<>{}()\[\]\"'=]+?)\s*",
     "{id}": r"\s*[^\s<>{}()\[\]\"']+?\s*",
@@ -499,7 +447,7 @@ def _spelled(text: str) -> str:
 
 
 def _spelled_fields(text: str) -> str:
-    return "".join(_WORDS.get(piece) or _spelled(piece) for piece in _FIELD.split(text))
+    return "".join(_WORDS.get(piece) or _spelled(piece) for piece in FIELD.split(text))
 
 
 class _Body:
@@ -507,10 +455,8 @@ class _Body:
 
     def __init__(self, form: CallForm, body: str) -> None:
         self._form = form
-        pieces = [piece for piece in _FIELD.split(body) if piece]
-        at = next(
-            i for i, piece in enumerate(pieces) if _FIELD.match(piece) and piece not in _WORDS
-        )
+        pieces = [piece for piece in FIELD.split(body) if piece]
+        at = next(i for i, piece in enumerate(pieces) if FIELD.match(piece) and piece not in _WORDS)
         before, after = "".join(pieces[:at]), _spelled("".join(pieces[at + 1 :]))
         self._read = {
             "{arguments}": self._arguments,
@@ -525,7 +471,7 @@ class _Body:
         ahead = {"{arguments}": r"(?=\{)", "{braces}": r"(?=\{)"}.get(pieces[at], "")
         if form.parameter:
             opening, _, closing = form.parameter.partition("{value}")
-            head = _spelled(_FIELD.split(opening)[0])
+            head = _spelled(FIELD.split(opening)[0])
             ahead = rf"(?={head}|{after}\s*\Z)"
             # One line end on both sides of a value belongs to the format, where it has any.
             gaps = ["\n?" if side else "" for side in (opening[-1] == "\n", closing[0] == "\n")]
@@ -534,9 +480,6 @@ class _Body:
                 rf"{gaps[1]}{_spelled(closing.strip())}(?=\s*(?:{head}|{after}\s*\Z))",
                 re.DOTALL,
             )
-            # A value that holds one of these has swallowed what should have ended it.
-            heads = [_FIELD.split(part)[0].strip() for part in (opening, body)]
-            self._swallowed = [text for text in (*heads, form.opener) if text]
         self._before = re.compile(rf"{_spelled_fields(before)}\s*{ahead}", re.DOTALL)
         self._after = re.compile(rf"\s*{after}\s*")
 
@@ -615,24 +558,24 @@ class _Body:
         return tuple(calls), stop, True
 
     def _parameters(self, text: str, at: int, name: str, tools: Tools) -> Found:
-        schema = parameters_of(name, tools)
+        schema = _schema_of(name, tools)
+        parameters = parameters_of(schema, schema)
         values: dict[str, str] = {}
         while match := self._parameter.match(text, at):
             key, value = match["key"].strip(), match["value"]
-            if key in values or any(text in value for text in self._swallowed):
+            if key in values or any(tag in value for tag in self._form.markup):
                 raise ValueError
-            values[key] = self._value(match, types_of(_property(schema, key), schema))
+            values[key] = self._value(match, parameters.types_of(key, schema))
             at = match.end()
-        members = (f"{_json(key)}: {text}" for key, text in values.items())
-        return (ParsedToolCall(name, "{" + ", ".join(members) + "}"),), at, False
+        return (ParsedToolCall(name, _object_of(values)),), at, False
 
-    def _value(self, match: re.Match[str], types: set[str]) -> str:
+    def _value(self, match: re.Match[str], types: Types | None) -> str:
         text, says = match["value"], match.groupdict()
         opener, closer = self._form.quote
         if opener and text.startswith(opener) and text.endswith(closer):
             return _json(text[len(opener) : -len(closer)])
         if "string" not in says and "type" not in says:
-            return typed(text, types)
+            return read_value(text, types)
         if says.get("string") == "true" or says.get("type") == "string":
             return _json(text)
         DECODER.decode(text.strip())
@@ -640,20 +583,22 @@ class _Body:
 
     def _braces(self, text: str, at: int, name: str, tools: Tools) -> Found:
         members, stop = _Literals(text, quote=self._form.quote).value(at)
-        if self._form.by_schema:
-            schema = parameters_of(name, tools)
-            written = {
-                key: typed(value, types_of(_property(schema, key), schema))
-                if isinstance(value, str)
-                else _json(value)
-                for key, value in members.items()
-            }
-            inside = ", ".join(f"{_json(key)}: {value}" for key, value in written.items())
-            return (ParsedToolCall(name, f"{{{inside}}}"),), stop, False
-        return (ParsedToolCall(name, _json(members)),), stop, False
+        if not isinstance(members, dict):
+            raise ValueError
+        if not self._form.by_schema:
+            return (ParsedToolCall(name, _json(members)),), stop, False
+        schema = _schema_of(name, tools)
+        parameters = parameters_of(schema, schema)
+        written = {
+            key: read_value(value, parameters.types_of(key, schema))
+            if isinstance(value, str)
+            else _json(value)
+            for key, value in members.items()
+        }
+        return (ParsedToolCall(name, _object_of(written)),), stop, False
 
     def _elements(self, text: str, at: int, name: str, tools: Tools) -> Found:
-        schema = parameters_of(name, tools)
+        schema = _schema_of(name, tools)
         members, stop = _Elements(self._form.mark, text, schema).members(at, schema, 0)
         return (ParsedToolCall(name, members),), stop, False
 
@@ -670,42 +615,43 @@ class _Body:
 class _Elements:
     """Reads elements: one for each name, and for an array's items one named "item"."""
 
-    def __init__(self, mark: str, text: str, root: Mapping[str, Any]) -> None:
-        self._text, self._root = text, root
-        self._mark = mark
+    def __init__(self, mark: str, text: str, root: Any) -> None:
+        self._mark, self._text, self._root = mark, text, root
         self._open = re.compile(rf"\s*{re.escape(mark)}<([^<>/\n]+)>")
 
-    def members(self, at: int, schema: Mapping[str, Any], depth: int) -> tuple[str, int]:
+    def members(self, at: int, schema: Any, depth: int) -> tuple[str, int]:
         """The object whose members begin at a position, as JSON, and its end."""
+        parameters = parameters_of(schema, self._root)
         values: dict[str, str] = {}
         while match := self._open.match(self._text, at):
             if (key := match[1]) in values:
                 raise ValueError
-            values[key], at = self._one(match, _property(schema, key), depth)
-        return "{" + ", ".join(f"{_json(key)}: {one}" for key, one in values.items()) + "}", at
+            inner = parameters.named.get(key, parameters.other)
+            values[key], at = self._one(match, inner, depth)
+        return _object_of(values), at
 
-    def _one(self, match: re.Match[str], schema: Mapping[str, Any], depth: int) -> tuple[str, int]:
+    def _one(self, match: re.Match[str], schema: Any, depth: int) -> tuple[str, int]:
         if depth > 100:
             raise ValueError
-        at, closer = match.end(), f"{self._mark}</{match[1]}>"
-        types = types_of(schema, self._root)
+        at, types = match.end(), types_of(schema, self._root)
         inner = self._open.match(self._text, at)
-        if inner and inner[1] == "item" and "object" not in types:
+        if inner and inner[1] == "item" and "object" not in (types or ()):
             items: list[str] = []
+            of = items_of(schema, self._root)
             while inner := self._open.match(self._text, at):
-                item, at = self._one(inner, _mapping(schema.get("items")), depth + 1)
+                item, at = self._one(inner, of, depth + 1)
                 items.append(item)
-            value = f"[{', '.join(items)}]"
+            value, at = f"[{', '.join(items)}]", skip_space(self._text, at)
         elif inner:
             value, at = self.members(at, schema, depth + 1)
+            at = skip_space(self._text, at)
         else:
             stop = self._text.find(self._mark, at)
-            value = typed(self._text[at:stop], types)
-            if value == '""' and types & {"array", "object"} and "string" not in types:
+            value = read_value(self._text[at:stop], types)
+            if value == '""' and types and "string" not in types:
                 value = "[]" if "array" in types else "{}"
             at = stop
-        if inner:
-            at = skip_space(self._text, at)
+        closer = f"{self._mark}</{match[1]}>"
         if at < 0 or not self._text.startswith(closer, at):
             raise ValueError
         return value, at + len(closer)
@@ -905,7 +851,7 @@ FORMS: dict[str, CallForm] = {
         opener="<|START_ACTION|>",
         bodies=("{list}",),
         closer="<|END_ACTION|>",
-        keys=Keys("tool_name", ("parameters",)),
+        keys=Keys("tool_name", ("parameters",), "tool_call_id"),
     ),
     "command_r": CallForm(
         opener="Action:",

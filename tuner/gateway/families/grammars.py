@@ -14,24 +14,31 @@ not begin like reasoning.
 `json_schema` defines the spacing of JSON. Reasoning and free text are not bounded.
 """
 
+# The bars of DeepSeek's tags are full-width.
+# ruff: noqa: RUF001
+
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal
 
-from tuner.encoding import displayable, json_text
+from tuner.encoding import displayable
 from tuner.engines.base import EngineCapabilities
-from tuner.engines.grammar_text import compile_limits
-from tuner.gateway.families.forms import types_of
+from tuner.gateway.families.forms import FIELD, FORMS, CallForm
 from tuner.gateway.families.parsing import TAG_FORMS, TagForm
-
-# ruff: noqa: RUF001
-CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-CALL, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
-SEPARATOR = "<｜tool▁sep｜>"
+from tuner.gateway.families.values import (
+    callable_parameters,
+    json_schema,
+    literal,
+    resolved,
+    standalone,
+    types_of,
+    unenforced,
+    value_grammar,
+)
 from tuner.gateway.request_error import Path, RequestError, shown
 
 # Parts of the families' grammars: named rules, tags, free text, JSON by a schema; and the one
@@ -92,9 +99,15 @@ class Rules:
             return f"{self.fresh('TEXT', f'{_ANY_TEXT} & {_without(tag)}')} {self.tag(tag)}"
         return self._lazy(_ANY_TEXT, tag)
 
-    def value_until(self, tag: str, other: str) -> str:
-        """Any text without `other`, up to and including the first `tag`."""
-        return self._lazy(self.fresh("VALUE", f"{_ANY_TEXT} & {_without(other)}"), tag)
+    def ended(self, text: str, tag: str, without: Sequence[str]) -> str:
+        """Text of a kind, without the tag and others, and then the tag."""
+        if self.has(tag):
+            return (
+                f"{self.fresh('VALUE', f'({text}) & {_with_none(tag, *without)}')} {self.tag(tag)}"
+            )
+        # The text may end like the tag begins, so a tag within both, and something behind it.
+        excluded = _with_none(*without, behind=tag)
+        return self.fresh("VALUE", f"({text}) {literal(tag)} & {excluded}")
 
     def has(self, text: str) -> bool:
         """Whether the tag is a single token."""
@@ -117,14 +130,18 @@ def _without(tag: str) -> str:
     return f"~({_ANY_TEXT} {literal(tag)} {_ANY_TEXT})"
 
 
+def _with_none(*tags: str, behind: str = "") -> str:
+    """Regex: any text with none of the tags, and with nothing behind the tag `behind`.
+
+    One complement: several take llguidance far more states.
+    """
+    found = [literal(tag) for tag in tags] + [f"{literal(behind)} /(?s:.)/"] * bool(behind)
+    return f"~({_ANY_TEXT} ({' | '.join(found)}) {_ANY_TEXT})"
+
+
 def _not_first(text: str) -> str:
     """Regex: any text that does not begin with `text`, ignoring white space."""
     return f"~(/\\s*/ {literal(text)} {_ANY_TEXT})"
-
-
-def literal(text: str) -> str:
-    """A text as a literal of a grammar."""
-    return json.dumps(text, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
@@ -140,149 +157,6 @@ class CallableTool:
     name: str
     schema: str
     path: Path
-
-
-@dataclass(frozen=True)
-class Calls:
-    """Expressions for calls, using the rules.
-
-    Attributes:
-        calls: One call or several, with nothing before or after.
-        free: Text without a call.
-        after_text: Text, and then calls.
-    """
-
-    calls: str
-    free: str
-    after_text: str
-
-
-# JSON on one line, with or without a space after commas and colons. More white space is never
-# needed, and a small model could continue it forever.
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-
-
-def json_schema(schema: dict[str, Any], path: Path) -> str:
-    """A JSON schema for a grammar, after `%json`, checked to compile.
-
-    Raises:
-        RequestError: 400 that names `path`, with the library's message.
-    """
-    try:
-        text = json_text({**schema, "x-guidance": _SPACING})
-        problem = _schema_problem(text)
-    except RecursionError:
-        problem = "it is nested too deeply"
-    if problem is not None:
-        raise RequestError(
-            f" cannot be turned into a grammar: {problem}; simplify the schema",
-            path=path,
-            begins=True,
-        )
-    return text
-
-
-@lru_cache(maxsize=1024)
-def _schema_problem(schema: str) -> str | None:
-    """Why a JSON schema cannot be turned into a grammar; None if it can."""
-    # imported here: a process that only parses requests needs none
-    from llguidance import LLMatcher
-
-    failed, messages = LLMatcher.validate_grammar_with_warnings(
-        f"start: %json {schema}", limits=compile_limits()
-    )
-    return messages[0].split("\n<")[0].strip()[:300] if failed else None
-
-
-_END = "\n</parameter>\n"
-# Keywords of a string's schema that do not constrain its text.
-_HARMLESS = {"type", "title", "description", "default", "examples", "anyOf", "oneOf"}
-_SHARED = ("$defs", "definitions")
-
-
-def between_tags(rules: Rules, call: str, several: bool) -> Calls:
-    r"""`<tool_call>\nCALL\n</tool_call>`, a newline between two."""
-    begin, end, line = rules.tag("<tool_call>"), rules.tag("</tool_call>"), literal("\n")
-    calls = f"{line} {call} {line} {end}"
-    if several:
-        calls += f" ({line} {begin} {calls})*"
-    rules.add("calls", calls)
-    return Calls(
-        f"{begin} calls", rules.free("<tool_call>"), f"{rules.free_until('<tool_call>')} calls"
-    )
-
-
-def qwen3_xml(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Calls:
-    r"""The format of Qwen3-Coder and Qwen3.5, with a tag for each parameter.
-
-        <tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>
-
-    One block for each call, a newline between two. The parser types a value by the schema, so a
-    value is written by its type: plain text, a word of an enumeration, and JSON for everything
-    else. Parameters are in the order of the schema.
-    """
-    call = rules.add("call", " | ".join(_function(rules, tool) for tool in tools))
-    return between_tags(rules, call, several)
-
-
-def _function(rules: Rules, tool: CallableTool) -> str:
-    schema: Mapping[str, Any] = json.loads(tool.schema)
-    properties = schema.get("properties")
-    if properties is None:
-        key = rules.fresh("KEY", r"/[^>\n]+/")
-        text = rules.value_until(_END, "</tool_call>")
-        closed = literal(">\n")
-        parameters = f'("<parameter=" {key} {closed} {text})*'
-    else:
-        required = schema.get("required", ())
-        pieces = [
-            f"{_parameter(rules, tool, schema, name)}{'' if name in required else '?'}"
-            for name in properties
-        ]
-        parameters = " ".join(pieces)
-    head = literal(f"<function={_name(tool.name, tool.path)}>\n")
-    return rules.fresh("function", f'{head} {parameters} "</function>"')
-
-
-def _parameter(rules: Rules, tool: CallableTool, schema: Mapping[str, Any], name: str) -> str:
-    path = (*tool.path, "properties", name)
-    declared = schema["properties"][name]
-    head = literal(f"<parameter={_name(name, path)}>\n")
-    return rules.fresh("parameter", f"{head} {_value(rules, schema, declared, path)}")
-
-
-def _value(rules: Rules, schema: Mapping[str, Any], declared: Any, path: Path) -> str:
-    """The value and the end of its tag."""
-    if not isinstance(declared, dict):
-        declared = {}
-    types = types_of(declared, schema)
-    words = declared.get("enum", [declared["const"]] if "const" in declared else None)
-    if words is not None:
-        written = [word if isinstance(word, str) else json.dumps(word) for word in words]
-        return f"({' | '.join(map(literal, written))}) {literal(_END)}"
-    if types and "string" not in types:
-        shared = {key: schema[key] for key in _SHARED if key in schema}
-        return f"{rules.json(json_schema({**shared, **declared}, path))} {literal(_END)}"
-    limits = [key for key in declared if key not in _HARMLESS]
-    if limits and types:
-        raise RequestError(
-            f" is {shown(declared[limits[0]])}: this model's call format has plain text, which "
-            "cannot be constrained in this way; leave it out",
-            path=(*path, limits[0]),
-            begins=True,
-        )
-    return rules.value_until(_END, "</tool_call>")
-
-
-def _name(name: str, path: Path) -> str:
-    if ">" in name or "\n" in name:
-        raise RequestError(
-            f": the name {shown(name)} cannot be written in this model's call format, where names "
-            "end at '>'",
-            path=path,
-            begins=True,
-        )
-    return name
 
 
 Tool = dict[str, Any]
@@ -383,92 +257,334 @@ _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-# the rules, the tools, whether there may be several calls -> expressions
-CallForm = Callable[[Rules, Sequence[CallableTool], bool], Calls]
+# A family's calls, by its row of the table.
+
+# What may be a token of its own in a row.
+_TAG = re.compile(r"(<[^<>\s]+>|｜[^｜\s]+｜|\]<\]minimax\[>\[|\[[A-Z_]+\])")
+_NAMED = re.compile(r"[^\s<>{}()\[\]\"'=]+")
+_SPACE = '" "?'
 
 
-def hermes(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Calls:
-    r"""`<tool_call>\n{"name": NAME, "arguments": {...}}\n</tool_call>`, a newline between two."""
-    return between_tags(rules, _json_calls(rules, tools, "arguments"), several)
+class CallGrammar:
+    """The grammar of a family's calls.
 
+    Args:
+        form: The family's row.
+        rules: Receives the rules.
+        tools: Those that may be called.
+        several: Whether there may be several calls.
+    """
 
-def llama3_json(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Calls:
-    """`{"name": NAME, "parameters": {...}}` with nothing before, `; ` between two."""
-    call = _json_calls(rules, tools, "parameters")
-    calls = rules.add("calls", f'{call} (";" " "? {call})*' if several else call)
-    return Calls(calls, rules.free("<|python_tag|>", begins="{"), calls)
+    def __init__(
+        self, form: CallForm, rules: Rules, tools: Sequence[CallableTool], *, several: bool
+    ) -> None:
+        self._form, self._rules = form, rules
+        known = [body for body in form.bodies if all(map(rules.has, _TAG.findall(body)))]
+        pieces = [piece for piece in FIELD.split((known or form.bodies)[0]) if piece]
+        field = next(piece for piece in pieces if piece in _TOGETHER or piece in _MEMBERS)
+        if field in _TOGETHER:
+            call = rules.add("call", " | ".join(self._alone(tool, field) for tool in tools))
+            opening, separator, closing = _TOGETHER[field]
+            separator = separator or self._separator()
+            more = f" ({separator} {call})*" if several else ""
+            inside = f"{opening} {call}{more} {closing}"
+            rest = " ".join(inside if piece == field else self.spelled(piece) for piece in pieces)
+            several = False
+        else:
+            bodies = (" ".join(self._piece(tool, piece) for piece in pieces) for tool in tools)
+            rest = rules.add("call", " | ".join(bodies))
+        rest += f" {self.spelled(form.closer)}"
+        if several:
+            rest += f" ({self.spelled(form.between + form.opener)} {rest})*"
+        self._calls = rules.add("calls", f"{rest} {self.spelled(form.section[1])}")
 
+    def calls(self) -> str:
+        """One call or several, with nothing before or after."""
+        if self._form.start:
+            return self._calls
+        return f"{self.spelled(self._form.section[0] + self._form.opener)} {self._calls}"
 
-def mistral(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Calls:
-    """`[TOOL_CALLS]NAME[ARGS]{...}` for each call if the tokenizer has `[ARGS]`, else an array."""
-    begin = rules.tag("[TOOL_CALLS]")
-    if rules.has("[ARGS]"):
-        named = " | ".join(
-            f"{literal(tool.name)} {rules.tag('[ARGS]')} {rules.json(tool.schema)}"
-            for tool in tools
-        )
-        call = rules.add("call", named)
-        rest = f"{call} ({begin} {call})*" if several else call
-    else:
-        call = _json_calls(rules, tools, "arguments")
-        rest = f'" "? "[" {call}' + (f' ("," " "? {call})*' if several else "") + ' "]"'
-    rules.add("calls", rest)
-    after = rules.free_until("[TOOL_CALLS]")
-    return Calls(f"{begin} calls", rules.free("[TOOL_CALLS]"), f"{after} calls")
+    def free(self) -> str:
+        """Text without a call."""
+        form = self._form
+        tags = [tag for tag in (form.section[0].strip(), form.opener, *form.other_openers) if tag]
+        return self._rules.free(*tags, begins=form.start or None)
 
+    def after_text(self) -> str:
+        """Text, and then calls."""
+        form = self._form
+        if form.start:
+            return self._calls
+        opening = form.section[0] + form.opener
+        first = _TAG.match(opening)
+        tag = first[0] if first else form.section[0].strip() or form.opener
+        others = [one for one in (form.opener, *form.other_openers) if not one.startswith(tag)]
+        before = self._rules.free_until(tag, *others)
+        return f"{before} {self.spelled(opening[len(tag) :])} {self._calls}"
 
-def deepseek_v3(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Calls:
-    """Tags around each call and around all; `function`, the name, and JSON in a fence."""
-    parts = (f'"function" {rules.tag(SEPARATOR)}', literal("\n```json\n"), literal("\n```"))
-    return _deepseek(rules, tools, several, parts, between=literal("\n"))
+    def spelled(self, text: str) -> str:
+        """A part of the row; tags that are tokens as these."""
+        if text == " ":
+            return _SPACE
+        parts: list[str] = []
+        plain = ""
+        for piece in filter(None, _TAG.split(text)):
+            if self._rules.has(piece):
+                parts += [literal(plain)] * bool(plain) + [self._rules.tag(piece)]
+                plain = ""
+            else:
+                plain += piece
+        return " ".join(parts + [literal(plain)] * bool(plain))
 
+    def _separator(self) -> str:
+        between = self._form.between
+        return f"{literal(between.strip())} {_SPACE}" if between.strip() else literal(between)
 
-def deepseek_v31(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Calls:
-    """Tags around each call and around all; the name and JSON."""
-    return _deepseek(rules, tools, several, ("", rules.tag(SEPARATOR), ""), between="")
+    def _alone(self, tool: CallableTool, field: str) -> str:
+        """One of the calls of a body that holds all of them."""
+        return self._python(tool) if field == "{python}" else self._object(tool)
 
-
-def _deepseek(
-    rules: Rules,
-    tools: Sequence[CallableTool],
-    several: bool,
-    parts: tuple[str, str, str],
-    *,
-    between: str,
-) -> Calls:
-    head, middle, tail = parts
-    bodies = " | ".join(
-        f"{head} {literal(tool.name)} {middle} {rules.json(tool.schema)} {tail}" for tool in tools
-    )
-    call = rules.add("call", f"{rules.tag(CALL)} ({bodies}) {rules.tag(CALL_END)}")
-    more = f"({between} {call})*" if several else ""
-    rules.add("calls", f"{call} {more} {rules.tag(CALLS_END)}")
-    after = rules.free_until(CALLS, CALL)
-    return Calls(f"{rules.tag(CALLS)} calls", rules.free(CALLS, CALL), f"{after} calls")
-
-
-def _json_calls(rules: Rules, tools: Sequence[CallableTool], key: str) -> str:
-    """The object of a call of any of the tools: `{"name": NAME, key: ARGUMENTS}`."""
-    space = '" "?'
-    objects = []
-    for tool in tools:
+    def _object(self, tool: CallableTool) -> str:
+        """The object of a call: `{"name": NAME, "arguments": ARGUMENTS}`."""
+        rules, keys = self._rules, self._form.keys
         name = json.dumps(tool.name, ensure_ascii=False)
-        pieces = ('{"name":', f"{name},", f'"{key}":')
-        head = rules.fresh("HEAD", " ".join(f"{literal(piece)} {space}" for piece in pieces))
-        objects.append(f'{head} {rules.json(tool.schema)} "}}"')
-    return rules.add("call", " | ".join(objects))
+        pieces = [f"{{{name}:"]
+        if keys.name:
+            pieces = [f"{{{json.dumps(keys.name)}:", f"{name},", f'"{keys.arguments[0]}":']
+        if keys.id:
+            pieces[:1] = [f"{{{json.dumps(keys.id)}:", '"', pieces[0][1:]]
+        parts = [f"{literal(piece)} {_SPACE}" for piece in pieces]
+        if keys.id:
+            parts[1] = f'/"[0-9]{{1,4}}"/ "," {_SPACE}'
+        head = rules.fresh("HEAD", " ".join(parts))
+        return f'{head} {rules.json(tool.schema)} "}}"'
+
+    def _piece(self, tool: CallableTool, piece: str) -> str:
+        if piece in _MEMBERS:
+            return _MEMBERS[piece](self, tool)
+        if piece == "{name}":
+            return literal(self._name(tool.name, tool.path))
+        return self._rules.fresh("ID", "/[0-9]{1,4}/") if piece == "{id}" else self.spelled(piece)
+
+    def _name(self, name: str, path: Path) -> str:
+        if not _NAMED.fullmatch(name):
+            raise RequestError(
+                f": the name {shown(name)} cannot be written in this model's call format: use "
+                "letters, digits, '_', '-' and '.'",
+                path=path,
+                begins=True,
+            )
+        return name
+
+    def _arguments(self, tool: CallableTool) -> str:
+        return self._rules.json(tool.schema)
+
+    def _parameters(self, tool: CallableTool) -> str:
+        """A tag for each parameter, in the order of the schema."""
+        schema = json.loads(tool.schema)
+        parameters = callable_parameters(schema, tool.path, schema)
+        pieces = []
+        for name, declared in parameters.named.items():
+            path = (*tool.path, "properties", name)
+            one = self._parameter(literal(self._key(name, path)), declared, schema, path)
+            parameter = self._rules.fresh("parameter", one)
+            pieces.append(parameter if name in parameters.required else f"{parameter}?")
+        if not parameters.named and parameters.other is not False:
+            path = (*tool.path, "additionalProperties")
+            key = self._rules.fresh("KEY", r'/[^<>\n"]+/')
+            pieces.append(f"({self._parameter(key, parameters.other, schema, path)})*")
+        return " ".join(pieces)
+
+    def _key(self, name: str, path: Path) -> str:
+        if not re.fullmatch(r'[^<>\n"]+', name):
+            raise RequestError(
+                f": the name {shown(name)} cannot be written in this model's call format: leave "
+                "out '<', '>', quotes and line ends",
+                path=path,
+                begins=True,
+            )
+        return name
+
+    def _parameter(self, key: str, declared: Any, root: Any, path: Path) -> str:
+        opening, _, closing = self._form.parameter.partition("{value}")
+        markup = self._form.markup
+        ways: list[tuple[str, Any]] = [("", declared)]
+        types = types_of(declared, root)
+        if "{string}" in opening:
+            ways = [
+                (says, _narrowed(declared, names))
+                for says, names in (("true", {"string"}), ("false", JSON_TYPES - {"string"}))
+                if types is None or types & names
+            ]
+        elif "{type}" in opening:
+            names = JSON_TYPES - {"integer"} if types is None else types
+            ways = [
+                ("number" if name == "integer" else name, _narrowed(declared, {name}))
+                for name in sorted(names)
+            ]
+        found = []
+        first = _TAG.match(closing)
+        end = first[0] if first and self._rules.has(first[0]) else closing
+        for says, schema in ways:
+            fields = {"{key}": key, "{string}": literal(says), "{type}": literal(says)}
+            head = " ".join(
+                fields.get(piece) or self.spelled(piece) for piece in FIELD.split(opening) if piece
+            )
+            value = value_grammar(self._rules, schema, root, path, end=end, without=markup)
+            found.append(f"{head} {value} {self.spelled(closing[len(end) :])}")
+        return found[0] if len(found) == 1 else f"({' | '.join(found)})"
+
+    def _python(self, tool: CallableTool) -> str:
+        """`NAME(KEY=VALUE, ...)`, with JSON as values."""
+
+        def value(declared: Any, root: Any, path: Path) -> str:
+            return self._rules.json(json_schema(standalone(declared, root), path))
+
+        schema = json.loads(tool.schema)
+        members = self._members(schema, schema, tool.path, "{}=", value, '"," " "?')
+        return f'{literal(self._name(tool.name, tool.path) + "(")} {members} ")"'
+
+    def _braces(self, tool: CallableTool) -> str:
+        """`{KEY:VALUE,...}`, with strings between quotes."""
+        return self._brace_object(json.loads(tool.schema), json.loads(tool.schema), tool.path)
+
+    def _brace_object(self, declared: Any, root: Any, path: Path) -> str:
+        members = self._members(declared, root, path, "{}:", self._brace_value, '","')
+        return f'"{{" {members} "}}"'
+
+    def _brace_value(self, declared: Any, root: Any, path: Path) -> str:
+        rules, (opener, end) = self._rules, self._form.quote
+        before = self.spelled(opener)
+        if self._form.by_schema:
+            return f"{before} {value_grammar(rules, declared, root, path, end=end)}"
+        types = types_of(declared, root) or JSON_TYPES
+        ways = []
+        for schema, place in _alternatives(declared, root, path):
+            names = types_of(schema, root) or JSON_TYPES
+            if "array" in names & types:
+                item = self._brace_value(schema.get("items"), root, (*place, "items"))
+                ways.append(f'"[" ({item} ("," {item})*)? "]"')
+            if "object" in names & types:
+                ways.append(self._brace_object(schema, root, place))
+        if scalars := types - {"string", "array", "object"}:
+            only = standalone(_narrowed(declared, scalars), root)
+            ways.append(rules.json(json_schema(only, path)))
+        if "string" in types:
+            only = _narrowed(declared, {"string"})
+            ways.append(f"{before} {value_grammar(rules, only, root, path, end=end)}")
+        return rules.fresh("value", " | ".join(ways))
+
+    def _elements(self, tool: CallableTool) -> str:
+        """An element for each parameter."""
+        schema = json.loads(tool.schema)
+        return self._members(schema, schema, tool.path, "", self._element_value, "")
+
+    def _element_value(self, declared: Any, root: Any, path: Path) -> str:
+        """The value and the mark of the tag that ends it."""
+        rules, mark = self._rules, self._form.mark
+        types = types_of(declared, root) or {"string"}
+        ways = []
+        for schema, place in _alternatives(declared, root, path):
+            names = types_of(schema, root) or {"string"}
+            if "array" in names & types:
+                item = self._element_value(schema.get("items"), root, (*place, "items"))
+                one = f"{self.spelled(f'{mark}<item>')} {item} {literal('</item>')}"
+                ways.append(f"({one})* {self.spelled(mark)}")
+            if "object" in names & types:
+                members = self._members(schema, root, place, "", self._element_value, "")
+                ways.append(f"{members} {self.spelled(mark)}")
+        if scalars := types - {"array", "object"}:
+            only = _narrowed(declared, scalars) if scalars != types else declared
+            ways.append(value_grammar(rules, only, root, path, end=mark))
+        return rules.fresh("value", " | ".join(ways))
+
+    def _members(
+        self,
+        declared: Any,
+        root: Any,
+        path: Path,
+        before: str,
+        value: Callable[[Any, Any, Path], str],
+        comma: str,
+    ) -> str:
+        """The members of an object, in their order: required ones, and any of the others.
+
+        Args:
+            before: What stands before a value, with "{}" for its name; "" for elements.
+            value: A value's grammar.
+            comma: Between two members.
+        """
+        parameters = callable_parameters(declared, path, root)
+        found = []
+        for name, schema in parameters.named.items():
+            place = (*path, "properties", name)
+            key = self._key(name, place)
+            if before:
+                one = f"{literal(before.format(key))} {value(schema, root, place)}"
+            else:
+                opening = self.spelled(f"{self._form.mark}<{key}>")
+                one = f"{opening} {value(schema, root, place)} {literal(f'</{key}>')}"
+            found.append((self._rules.fresh("member", one), name in parameters.required))
+        # What may follow, if nothing has come yet, and if something has.
+        first = after = ""
+        for one, required in reversed(found):
+            whole = self._rules.fresh("members", f"{one} {after}")
+            more = f"{comma} {whole}"
+            first = whole if required else f"({whole} | {first or literal('')})"
+            after = more if required else f"({more} | {after or literal('')})"
+            first, after = self._rules.fresh("members", first), self._rules.fresh("members", after)
+        return first
 
 
-CALL_FORMS: Mapping[str, CallForm] = {
-    "hermes": hermes,
-    "qwen3_coder": qwen3_xml,
-    "qwen3_xml": qwen3_xml,
-    "llama3_json": llama3_json,
-    "llama4_json": llama3_json,
-    "mistral": mistral,
-    "deepseek_v3": deepseek_v3,
-    "deepseek_v31": deepseek_v31,
+JSON_TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
+_TOGETHER = {
+    "{objects}": ("", "", ""),
+    "{list}": ('"["', '"," " "?', '"]"'),
+    "{python}": ('"["', '"," " "?', '"]"'),
 }
+"""Fields that hold all calls: what is before, between and after them."""
+_MEMBERS: dict[str, Callable[[CallGrammar, CallableTool], str]] = {
+    "{object}": CallGrammar._object,
+    "{arguments}": CallGrammar._arguments,
+    "{parameters}": CallGrammar._parameters,
+    "{braces}": CallGrammar._braces,
+    "{elements}": CallGrammar._elements,
+}
+"""Fields that hold one call or its arguments."""
+_LIMITS = frozenset(
+    {
+        "minItems", "maxItems", "uniqueItems", "prefixItems", "contains", "minProperties",
+        "maxProperties", "patternProperties", "propertyNames", "dependentRequired", "if", "not",
+    }
+)  # fmt: skip
+
+
+def _narrowed(schema: Any, types: Collection[str]) -> dict[str, Any]:
+    """The schema for values of some types alone."""
+    only = {"type": sorted(types)}
+    return {"allOf": [schema, only]} if isinstance(schema, Mapping) else only
+
+
+def _alternatives(declared: Any, root: Any, path: Path) -> Iterator[tuple[Mapping[str, Any], Path]]:
+    """The schemas without references and unions of which one holds for a list or an object.
+
+    Raises:
+        RequestError: 400 that names a keyword that this format cannot hold.
+    """
+    if len(path) > 40:
+        raise unenforced("nested schemas", path, "name fewer levels")
+    schema = declared if isinstance(declared, Mapping) else {}
+    for keyword in sorted(_LIMITS & schema.keys()):
+        raise unenforced(schema[keyword], (*path, keyword), "leave it out")
+    if isinstance(reference := schema.get("$ref"), str):
+        yield from _alternatives(resolved(reference, root), root, path)
+        return
+    unions = [key for key in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(key), list)]
+    for key in unions:
+        for index, branch in enumerate(schema[key]):
+            yield from _alternatives(branch, root, (*path, key, index))
+    if not unions:
+        yield schema, path
 
 
 def _reasoning(tags: TagForm, rules: Rules, opened: bool) -> str:
@@ -508,14 +624,14 @@ def grammar_of(
     before = _reasoning(tags, rules, opened) + " " if tags else ""
     bodies = []
     if constraints.tools:
-        if tool_call_parser not in CALL_FORMS:
-            raise _no_form(path, "tool_call_parser", tool_call_parser, CALL_FORMS)
+        if tool_call_parser not in FORMS:
+            raise _no_form(path, "tool_call_parser", tool_call_parser, FORMS)
         several = constraints.parallel_tool_calls and not constraints.tool_choice.once
-        calls = CALL_FORMS[tool_call_parser](rules, _callable(constraints), several)
+        calls = CallGrammar(FORMS[tool_call_parser], rules, _callable(constraints), several=several)
         if constraints.answer is None and constraints.tool_choice.mode == "auto":
-            bodies += [calls.free, calls.after_text]
+            bodies += [calls.free(), calls.after_text()]
         else:
-            bodies.append(calls.calls)
+            bodies.append(calls.calls())
     answer = constraints.answer
     if answer is not None and not (constraints.tools and constraints.tool_choice.mode != "auto"):
         bodies.append(rules.json(json_schema(answer.schema, answer.path)))
