@@ -853,13 +853,6 @@ FORMS: dict[str, CallForm] = {
         closer="<|END_ACTION|>",
         keys=Keys("tool_name", ("parameters",), "tool_call_id"),
     ),
-    "command_r": CallForm(
-        opener="Action:",
-        bodies=("```json\n{list}\n",),
-        closer="```",
-        keys=Keys("tool_name", ("parameters",)),
-        lead=1,
-    ),
     "apertus": CallForm(
         "<|tools_prefix|>", ("{list}",), "<|tools_suffix|>", keys=Keys(""), closer_ends_turn=True
     ),

@@ -293,7 +293,8 @@ class CallGrammar:
         else:
             bodies = (" ".join(self._piece(tool, piece) for piece in pieces) for tool in tools)
             rest = rules.add("call", " | ".join(bodies))
-        rest += f" {self.spelled(form.closer)}"
+        if not form.start:
+            rest += f" {self.spelled(form.closer)}"
         if several:
             rest += f" ({self.spelled(form.between + form.opener)} {rest})*"
         self._calls = rules.add("calls", f"{rest} {self.spelled(form.section[1])}")
@@ -479,23 +480,26 @@ class CallGrammar:
         schema = json.loads(tool.schema)
         return self._members(schema, schema, tool.path, "", self._element_value, "")
 
-    def _element_value(self, declared: Any, root: Any, path: Path) -> str:
-        """The value and the mark of the tag that ends it."""
+    def _element_value(self, declared: Any, root: Any, path: Path, name: str = "") -> str:
+        """The value and the tag that ends it."""
         rules, mark = self._rules, self._form.mark
+        tag = f"</{name or path[-1]}>"
         types = types_of(declared, root) or {"string"}
         ways = []
         for schema, place in _alternatives(declared, root, path):
             names = types_of(schema, root) or {"string"}
             if "array" in names & types:
-                item = self._element_value(schema.get("items"), root, (*place, "items"))
-                one = f"{self.spelled(f'{mark}<item>')} {item} {literal('</item>')}"
-                ways.append(f"({one})* {self.spelled(mark)}")
+                items = (*place, "items")
+                item = self._element_value(schema.get("items"), root, items, "item")
+                one = f"{self.spelled(f'{mark}<item>')} {item}"
+                ways.append(f"({one})* {self.spelled(mark + tag)}")
             if "object" in names & types:
                 members = self._members(schema, root, place, "", self._element_value, "")
-                ways.append(f"{members} {self.spelled(mark)}")
+                ways.append(f"{members} {self.spelled(mark + tag)}")
         if scalars := types - {"array", "object"}:
             only = _narrowed(declared, scalars) if scalars != types else declared
-            ways.append(value_grammar(rules, only, root, path, end=mark))
+            value = value_grammar(rules, only, root, path, end=mark)
+            ways.append(f"{value} {literal(tag)}")
         return rules.fresh("value", " | ".join(ways))
 
     def _members(
@@ -523,7 +527,7 @@ class CallGrammar:
                 one = f"{literal(before.format(key))} {value(schema, root, place)}"
             else:
                 opening = self.spelled(f"{self._form.mark}<{key}>")
-                one = f"{opening} {value(schema, root, place)} {literal(f'</{key}>')}"
+                one = f"{opening} {value(schema, root, place)}"
             found.append((self._rules.fresh("member", one), name in parameters.required))
         # What may follow, if nothing has come yet, and if something has.
         first = after = ""
