@@ -19,12 +19,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal
 
-from tuner.encoding import displayable, json_text
+from tuner.encoding import displayable
 from tuner.engines.base import EngineCapabilities
-from tuner.engines.grammar_text import compile_limits
 from tuner.gateway.families.parsing import (
     CALL,
     CALL_END,
@@ -33,7 +31,12 @@ from tuner.gateway.families.parsing import (
     SEPARATOR,
     TAG_FORMS,
     TagForm,
-    types_of,
+)
+from tuner.gateway.families.values import (
+    callable_parameters,
+    json_schema,
+    literal,
+    value_grammar,
 )
 from tuner.gateway.request_error import Path, RequestError, shown
 
@@ -95,9 +98,15 @@ class Rules:
             return f"{self.fresh('TEXT', f'{_ANY_TEXT} & {_without(tag)}')} {self.tag(tag)}"
         return self._lazy(_ANY_TEXT, tag)
 
-    def value_until(self, tag: str, other: str) -> str:
-        """Any text without `other`, up to and including the first `tag`."""
-        return self._lazy(self.fresh("VALUE", f"{_ANY_TEXT} & {_without(other)}"), tag)
+    def ended(self, text: str, tag: str, without: Sequence[str]) -> str:
+        """Text of a kind, without the tag and others, and then the tag."""
+        if self.has(tag):
+            return (
+                f"{self.fresh('VALUE', f'({text}) & {_with_none(tag, *without)}')} {self.tag(tag)}"
+            )
+        # The text may end like the tag begins, so a tag within both, and something behind it.
+        excluded = _with_none(*without, behind=tag)
+        return self.fresh("VALUE", f"({text}) {literal(tag)} & {excluded}")
 
     def has(self, text: str) -> bool:
         """Whether the tag is a single token."""
@@ -120,14 +129,18 @@ def _without(tag: str) -> str:
     return f"~({_ANY_TEXT} {literal(tag)} {_ANY_TEXT})"
 
 
+def _with_none(*tags: str, behind: str = "") -> str:
+    """Regex: any text with none of the tags, and with nothing behind the tag `behind`.
+
+    One complement: several take llguidance far more states.
+    """
+    found = [literal(tag) for tag in tags] + [f"{literal(behind)} /(?s:.)/"] * bool(behind)
+    return f"~({_ANY_TEXT} ({' | '.join(found)}) {_ANY_TEXT})"
+
+
 def _not_first(text: str) -> str:
     """Regex: any text that does not begin with `text`, ignoring white space."""
     return f"~(/\\s*/ {literal(text)} {_ANY_TEXT})"
-
-
-def literal(text: str) -> str:
-    """A text as a literal of a grammar."""
-    return json.dumps(text, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
@@ -160,47 +173,9 @@ class Calls:
     after_text: str
 
 
-# JSON on one line, with or without a space after commas and colons. More white space is never
-# needed, and a small model could continue it forever.
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-
-
-def json_schema(schema: dict[str, Any], path: Path) -> str:
-    """A JSON schema for a grammar, after `%json`, checked to compile.
-
-    Raises:
-        RequestError: 400 that names `path`, with the library's message.
-    """
-    try:
-        text = json_text({**schema, "x-guidance": _SPACING})
-        problem = _schema_problem(text)
-    except RecursionError:
-        problem = "it is nested too deeply"
-    if problem is not None:
-        raise RequestError(
-            f" cannot be turned into a grammar: {problem}; simplify the schema",
-            path=path,
-            begins=True,
-        )
-    return text
-
-
-@lru_cache(maxsize=1024)
-def _schema_problem(schema: str) -> str | None:
-    """Why a JSON schema cannot be turned into a grammar; None if it can."""
-    # imported here: a process that only parses requests needs none
-    from llguidance import LLMatcher
-
-    failed, messages = LLMatcher.validate_grammar_with_warnings(
-        f"start: %json {schema}", limits=compile_limits()
-    )
-    return messages[0].split("\n<")[0].strip()[:300] if failed else None
-
-
 _END = "\n</parameter>\n"
-# Keywords of a string's schema that do not constrain its text.
-_HARMLESS = {"type", "title", "description", "default", "examples", "anyOf", "oneOf"}
-_SHARED = ("$defs", "definitions")
+# Tags that no text of a value contains.
+_MARKUP = ("</tool_call>", "<parameter=", "</function>")
 
 
 def between_tags(rules: Rules, call: str, several: bool) -> Calls:
@@ -230,51 +205,21 @@ def qwen3_xml(rules: Rules, tools: Sequence[CallableTool], several: bool) -> Cal
 
 def _function(rules: Rules, tool: CallableTool) -> str:
     schema: Mapping[str, Any] = json.loads(tool.schema)
-    properties = schema.get("properties")
-    if properties is None:
-        key = rules.fresh("KEY", r"/[^>\n]+/")
-        text = rules.value_until(_END, "</tool_call>")
-        closed = literal(">\n")
-        parameters = f'("<parameter=" {key} {closed} {text})*'
-    else:
-        required = schema.get("required", ())
-        pieces = [
-            f"{_parameter(rules, tool, schema, name)}{'' if name in required else '?'}"
-            for name in properties
-        ]
-        parameters = " ".join(pieces)
+    parameters = callable_parameters(schema, tool.path)
+    pieces = []
+    for name, declared in parameters.named.items():
+        path = (*tool.path, "properties", name)
+        head = literal(f"<parameter={_name(name, path)}>\n")
+        value = value_grammar(rules, declared, schema, path, end=_END, without=_MARKUP)
+        parameter = rules.fresh("parameter", f"{head} {value}")
+        pieces.append(parameter if name in parameters.required else f"{parameter}?")
+    if not parameters.named and parameters.other is not False:
+        path = (*tool.path, "additionalProperties")
+        value = value_grammar(rules, parameters.other, schema, path, end=_END, without=_MARKUP)
+        key, closed = rules.fresh("KEY", r"/[^>\n]+/"), literal(">\n")
+        pieces.append(f'("<parameter=" {key} {closed} {value})*')
     head = literal(f"<function={_name(tool.name, tool.path)}>\n")
-    return rules.fresh("function", f'{head} {parameters} "</function>"')
-
-
-def _parameter(rules: Rules, tool: CallableTool, schema: Mapping[str, Any], name: str) -> str:
-    path = (*tool.path, "properties", name)
-    declared = schema["properties"][name]
-    head = literal(f"<parameter={_name(name, path)}>\n")
-    return rules.fresh("parameter", f"{head} {_value(rules, schema, declared, path)}")
-
-
-def _value(rules: Rules, schema: Mapping[str, Any], declared: Any, path: Path) -> str:
-    """The value and the end of its tag."""
-    if not isinstance(declared, dict):
-        declared = {}
-    types = types_of(declared, schema)
-    words = declared.get("enum", [declared["const"]] if "const" in declared else None)
-    if words is not None:
-        written = [word if isinstance(word, str) else json.dumps(word) for word in words]
-        return f"({' | '.join(map(literal, written))}) {literal(_END)}"
-    if types and "string" not in types:
-        shared = {key: schema[key] for key in _SHARED if key in schema}
-        return f"{rules.json(json_schema({**shared, **declared}, path))} {literal(_END)}"
-    limits = [key for key in declared if key not in _HARMLESS]
-    if limits and types:
-        raise RequestError(
-            f" is {shown(declared[limits[0]])}: this model's call format has plain text, which "
-            "cannot be constrained in this way; leave it out",
-            path=(*path, limits[0]),
-            begins=True,
-        )
-    return rules.value_until(_END, "</tool_call>")
+    return rules.fresh("function", f'{head} {" ".join(pieces)} "</function>"')
 
 
 def _name(name: str, path: Path) -> str:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from tuner.gateway.families.values import DECODER, parameters_of, read_value, refuse_constant
+
 # The parts of a completion: reasoning, content and tool calls; and the scanners that find them.
 #
 # All scanners take text as it arrives and return what is certain. A whole message is parsed by a
@@ -515,12 +517,6 @@ def skip_space(text: str, position: int) -> int:
     return match.end() if match else position
 
 
-def refuse_constant(name: str) -> Any:
-    """Reject NaN, Infinity and -Infinity, which Python's decoder accepts."""
-    raise ValueError(f"{name} is not a JSON number")
-
-
-DECODER = json.JSONDecoder(parse_constant=refuse_constant)
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 
@@ -693,7 +689,6 @@ _CALL = re.compile(r"<tool_call>\s*<function=([^>\n]+)>(.*)</function>\s*</tool_
 _PARAMETER = re.compile(
     r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL
 )
-_PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
 def _read(block: str, tools: Tools) -> ToolCallBlock:
@@ -702,14 +697,15 @@ def _read(block: str, tools: Tools) -> ToolCallBlock:
 
 
 def _call(name: str, body: str, tools: Tools) -> ParsedToolCall | None:
-    schema = _parameters(name, tools)
+    schema = _schema(name, tools)
+    parameters = parameters_of(schema)
     values: dict[str, str] = {}
     position = 0
     while match := _PARAMETER.match(body, position):
         key = match[1].strip()
         if key in values:
             return None
-        values[key] = _json_value(match[2], types_of(_property(schema, key), schema))
+        values[key] = read_value(match[2], parameters.types_of(key, schema))
         position = match.end()
     if not name or body[position:].strip():
         return None
@@ -717,68 +713,13 @@ def _call(name: str, body: str, tools: Tools) -> ParsedToolCall | None:
     return ParsedToolCall(name, "{" + ", ".join(members) + "}")
 
 
-def _parameters(name: str, tools: Tools) -> Mapping[str, Any]:
+def _schema(name: str, tools: Tools) -> Any:
+    """The schema of a tool's parameters."""
     for tool in tools:
         function = tool.get("function")
         if isinstance(function, Mapping) and function.get("name") == name:
-            return _mapping(function.get("parameters"))
-    return {}
-
-
-def _property(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    return _mapping(_mapping(schema.get("properties")).get(key))
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def types_of(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """The JSON types that a schema allows; empty if it does not say."""
-    found: set[str] = set()
-    declared = schema.get("type")
-    if isinstance(declared, str):
-        found.add(declared)
-    elif isinstance(declared, list):
-        found.update(item for item in declared if isinstance(item, str))
-    elif isinstance(schema.get("enum"), list):
-        found.update(_type_of(item) for item in schema["enum"])
-    elif "const" in schema:
-        found.add(_type_of(schema["const"]))
-    if depth > 8:  # a schema may refer to itself
-        return found
-    for several in ("anyOf", "oneOf", "allOf"):
-        for inner in schema.get(several) or ():
-            found |= types_of(_mapping(inner), root, depth + 1)
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        target: Any = root
-        for part in reference[2:].split("/"):
-            target = _mapping(target).get(part)
-        found |= types_of(_mapping(target), root, depth + 1)
-    return found
-
-
-def _type_of(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else "boolean"
-    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
-        return "integer"
-    names = {float: "number", str: "string", list: "array", dict: "object"}
-    return names[type(value)]
-
-
-def _json_value(text: str, types: set[str]) -> str:
-    """The value as JSON text: the model's own if it has an allowed type, otherwise a string."""
-    written = text.strip()
-    written = _PYTHON.get(written, written)
-    try:
-        found = _type_of(DECODER.decode(written))
-    except (ValueError, RecursionError):
-        found = "string"
-    if found != "string" and (found in types or (found == "integer" and "number" in types)):
-        return written
-    return json.dumps(text, ensure_ascii=False)
+            return function.get("parameters")
+    return None
 
 
 QWEN3_XML = ToolCallForm(
