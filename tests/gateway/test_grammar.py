@@ -655,15 +655,3 @@ def test_parameters_in_tags_are_what_the_parser_reads(
     if arguments is not None:
         _, (call,), malformed = TOOL_CALL_PARSERS["qwen3_coder"](text, [XML_TOOL])
         assert (call.name, json.loads(call.arguments), malformed) == ("book", arguments, 0)
-
-
-def test_text_that_tags_cannot_be_held_to_is_refused() -> None:
-    limited = tool("say", strict=True, word={"type": "string", "maxLength": 3})
-    with pytest.raises(RequestError, match=r"properties\.word\.maxLength is 3"):
-        grammar_of(
-            Constraints([limited], REQUIRED),
-            tool_call_parser="qwen3_coder",
-            reasoning_parser="none",
-            opened=False,
-            token_id=lambda text: None,
-        )

@@ -175,7 +175,7 @@ class Calls:
 
 _END = "\n</parameter>\n"
 # Tags that no text of a value contains.
-_MARKUP = ("</tool_call>", "<parameter=", "</function>")
+_MARKUP = ("</tool_call>", "<parameter=", "<function=", "</function>")
 
 
 def between_tags(rules: Rules, call: str, several: bool) -> Calls:

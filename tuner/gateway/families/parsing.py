@@ -689,6 +689,10 @@ _CALL = re.compile(r"<tool_call>\s*<function=([^>\n]+)>(.*)</function>\s*</tool_
 _PARAMETER = re.compile(
     r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL
 )
+# Where a parameter or a function is not closed, the tags behind it would be part of a value.
+_UNCLOSED = re.compile(
+    r"^(?:<parameter=|<function=|</function>)|</parameter>\s*</function>", re.MULTILINE
+)
 
 
 def _read(block: str, tools: Tools) -> ToolCallBlock:
@@ -703,7 +707,7 @@ def _call(name: str, body: str, tools: Tools) -> ParsedToolCall | None:
     position = 0
     while match := _PARAMETER.match(body, position):
         key = match[1].strip()
-        if key in values:
+        if key in values or _UNCLOSED.search(match[2]):
             return None
         values[key] = read_value(match[2], parameters.types_of(key, schema))
         position = match.end()
