@@ -22,7 +22,6 @@ from tuner.engines.grammar_text import GrammarError
 from tuner.gateway import ChatRenderer
 from tuner.gateway.families.grammars import AnswerSchema, Constraints, ToolChoice, grammar_of
 from tuner.gateway.families.parsing import TOOL_CALL_PARSERS
-from tuner.gateway.request_error import RequestError
 
 RENDERER = ChatRenderer(tokenizer())
 GRAMMARS = Grammars(tokenizer(), [END])
