@@ -20,11 +20,11 @@ from pydantic import AnyUrl, BaseModel, ConfigDict, Field, TypeAdapter, create_m
 from tests.engines.test_grammar import END, VOCABULARY
 from tests.gateway.test_grammar import GRAMMARS, REQUIRED, may_follow, schemas
 from tests.kit.examples import few
-from tests.kit.toy import ids_of, text_of
+from tests.kit.toy import ids_of, text_of, tokenizer
 from tuner.engines.grammar_text import GrammarError
-from tuner.gateway.families.grammars import Constraints, grammar_of
+from tuner.gateway.families.grammars import Constraints, Rules, grammar_of
 from tuner.gateway.families.parsing import TOOL_CALL_PARSERS
-from tuner.gateway.families.values import parameters_of, read_value, types_of
+from tuner.gateway.families.values import parameters_of, read_value, types_of, value_grammar
 from tuner.gateway.request_error import RequestError
 
 
@@ -127,7 +127,7 @@ SIGNATURES: list[tuple[Any, list[Any], list[str]]] = [
     (Short, ["", "abc", "\n\n\n", "é🙂x"], ["abcd"]),
     (Short | None, ["", "abc", None], ["abcd", "nulls"]),
     (Annotated[str, Field(min_length=2, max_length=4)], ["ab", "abcd"], ["a", "", "abcde"]),
-    (Annotated[str, Field(min_length=1)] | None, ["a", MANY, None], [""]),
+    (Annotated[str, Field(min_length=1)] | None, ["a", MANY, None], ["", "\n</parameter>"]),
     (Code, ["AB-1"], ["AB-", "xAB-1", "AB-1x", ""]),
     (Code | None, ["AB-1", None], ["AB-", "None"]),
     (Annotated[str, Field(pattern=r"\d/\w")], ["1/a", "x 1/b\ny"], ["1/", "", "/a"]),
@@ -363,6 +363,23 @@ def test_what_a_schema_refers_to_and_combines_is_enforced(
     assert [text for text in wrong if is_allowed(form, called(text))] == []
     for text in allowed:
         assert_valid(read(called(text), tool), tool["function"]["parameters"])
+
+
+def test_the_end_of_a_value_may_be_a_token() -> None:
+    ids = tokenizer().get_added_vocab()
+    rules = Rules(ids.get, None)
+    schema = {"anyOf": [{"type": "string", "maxLength": 9}, {"type": "array"}, {"type": "integer"}]}
+    value = value_grammar(rules, schema, schema, ("x",), end="</think>", without=["<think>"])
+    form = f"start: {value}\n{rules.text()}"
+
+    def allows(text: str) -> bool:
+        state = GRAMMARS.start(form)
+        return all(may_follow(state, i) for i in [*letters(text), ids["</think>"], END])
+
+    assert [text for text in ("", "a</b>", "5", '["<think>"]', "5 a") if not allows(text)] == []
+    assert [
+        text for text in ("a123456789", "</think>", "<think>", " 5", "[a") if allows(text)
+    ] == []
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
