@@ -22,6 +22,7 @@ from tests.kit.examples import few
 from tests.kit.models import tiny_qwen3
 from tests.kit.toy import ids_of, text_of, tokenizer
 from tuner.engines import EngineError, SamplingParams
+from tuner.engines import grammar as grammar_module
 from tuner.engines.grammar import Grammars, GrammarState, unpacked
 from tuner.engines.grammar_text import GrammarError
 from tuner.engines.transformers.engine import TransformersEngine
@@ -155,6 +156,34 @@ async def test_a_grammar_that_does_not_compile_is_refused_with_the_compilers_mes
         engine = make_engine()
         with pytest.raises(GrammarError, match="cannot be compiled"):
             await engine.generate([1, 2], SamplingParams(max_tokens=5, grammar=grammar), "s")
+
+
+async def test_an_engine_prepares_its_tokenizers_tables_once_before_any_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[threading.Thread] = []
+    make = grammar_module._vocabulary
+    monkeypatch.setattr(
+        grammar_module,
+        "_vocabulary",
+        lambda *given: (made.append(threading.current_thread()), make(*given))[1],
+    )
+    engine = make_engine()
+    tables = engine.grammars._vocabulary
+    assert tables is not None
+    tables.result(timeout=30)
+    for grammar in ('start: "a"', 'start: "b"'):
+        await engine.generate([1, 2], SamplingParams(max_tokens=5, grammar=grammar), "s")
+    assert len(made) == 1
+    assert made[0] is not threading.main_thread()
+
+
+def test_why_a_tokenizers_tables_cannot_be_made_is_said_for_each_grammar() -> None:
+    found = Grammars("no tokenizer", [])
+    found.prepare()
+    for _ in range(2):
+        with pytest.raises(GrammarError, match=r"the tokenizer \(str\) cannot be used"):
+            found.start('start: "a"')
 
 
 def test_byte_fallback_tokens_spell_characters() -> None:

@@ -210,6 +210,36 @@ def test_qwen3_xml_values_have_the_types_of_the_schema(key: str, value: str, exp
 
 
 @pytest.mark.parametrize(
+    "body",
+    [
+        "<function=add>\n<parameter=a>\n1\n<parameter=b>\n2\n</parameter>\n</function>",
+        "<function=add>\n<parameter=a>\n<parameter=b>\n2\n</parameter>\n</function>",
+        "<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n"
+        "<function=add>\n<parameter=a>\n2\n</parameter>\n</function>",
+        "<function=add>\n<parameter=a>\n1\n</function>\n"
+        "<function=add>\n<parameter=a>\n2\n</parameter>\n</function>",
+        "<function=add><parameter=a>1</parameter></function>"
+        "<function=add><parameter=a>2</parameter></function>",
+    ],
+)
+def test_tags_that_are_not_closed_are_no_part_of_a_value(body: str) -> None:
+    text = f"<tool_call>\n{body}\n</tool_call>"
+    content, calls, malformed = TOOL_CALL_PARSERS["qwen3_xml"](text, [ANY_TOOL])
+    assert (content, calls, malformed) == (text, (), 1)
+
+
+@pytest.mark.parametrize(
+    "value", ["</parameter>", "a </parameter>\nb", "see <parameter=b> and <function=f></function>"]
+)
+def test_tags_within_a_line_are_part_of_a_value(value: str) -> None:
+    text = (
+        "<tool_call>\n<function=add>\n<parameter=text>\n{}\n</parameter>\n</function>\n</tool_call>"
+    )
+    _, (call,), malformed = TOOL_CALL_PARSERS["qwen3_xml"](text.format(value), [ANY_TOOL])
+    assert (json.loads(call.arguments), malformed) == ({"text": value}, 0)
+
+
+@pytest.mark.parametrize(
     ("text", "rest", "calls", "malformed"),
     [
         ('{"name": "add", "parameters": {}}', "", 1, 0),

@@ -22,7 +22,6 @@ from tuner.engines.grammar_text import GrammarError
 from tuner.gateway import ChatRenderer
 from tuner.gateway.families.grammars import AnswerSchema, Constraints, ToolChoice, grammar_of
 from tuner.gateway.families.parsing import TOOL_CALL_PARSERS
-from tuner.gateway.request_error import RequestError
 
 RENDERER = ChatRenderer(tokenizer())
 GRAMMARS = Grammars(tokenizer(), [END])
@@ -655,15 +654,3 @@ def test_parameters_in_tags_are_what_the_parser_reads(
     if arguments is not None:
         _, (call,), malformed = TOOL_CALL_PARSERS["qwen3_coder"](text, [XML_TOOL])
         assert (call.name, json.loads(call.arguments), malformed) == ("book", arguments, 0)
-
-
-def test_text_that_tags_cannot_be_held_to_is_refused() -> None:
-    limited = tool("say", strict=True, word={"type": "string", "maxLength": 3})
-    with pytest.raises(RequestError, match=r"properties\.word\.maxLength is 3"):
-        grammar_of(
-            Constraints([limited], REQUIRED),
-            tool_call_parser="qwen3_coder",
-            reasoning_parser="none",
-            opened=False,
-            token_id=lambda text: None,
-        )

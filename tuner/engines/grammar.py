@@ -18,6 +18,7 @@ import asyncio
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -102,7 +103,7 @@ class Grammars:
         self._end_ids = sorted(end_ids)
         self._compiling = threading.Lock()
         self._lock = threading.Lock()  # never held for long: the event loop takes it too
-        self._vocabulary: LLTokenizer | None = None
+        self._vocabulary: Future[LLTokenizer] | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
 
     @staticmethod
@@ -110,11 +111,23 @@ class Grammars:
         """Whether the bytes of the tokenizer's tokens are known."""
         return bool(getattr(tokenizer, "is_fast", False))
 
+    def prepare(self) -> Future[LLTokenizer]:
+        """Prepare the tokenizer's tables in a thread, once; grammars wait for them.
+
+        They take about a second of CPU time for a vocabulary of 150,000. Other threads of Python
+        wait meanwhile, so an engine does this when it starts. An error is raised by `start`.
+        """
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = Future()
+                work = (self._vocabulary, self._tokenizer, self._end_ids)
+                threading.Thread(target=_prepare, args=work, daemon=True).start()
+            return self._vocabulary
+
     def start(self, grammar: str) -> GrammarState:
         """Initial state of a grammar. May be called in any thread.
 
-        The first call takes about a second for a vocabulary of 150,000; the first call for a
-        grammar takes the time to compile it.
+        The first call for a grammar takes the time to compile it.
 
         Raises:
             GrammarError: The grammar cannot be compiled; has the compiler's message.
@@ -186,10 +199,9 @@ class Grammars:
     def _compile(self, grammar: str) -> LLMatcher:
         from llguidance import LLMatcher
 
-        if self._vocabulary is None:
-            self._vocabulary = _vocabulary(self._tokenizer, self._end_ids)
+        vocabulary = self.prepare().result()
         text, limits = with_head(grammar), compile_limits()
-        matcher = LLMatcher(self._vocabulary, text, log_level=0, limits=limits)
+        matcher = LLMatcher(vocabulary, text, log_level=0, limits=limits)
         if not matcher.is_error():
             # Expensive cycles of references show here, and the work is done in this thread.
             matcher.compute_bitmask()
@@ -208,6 +220,13 @@ def unpacked(masks: Bits, vocabulary: int, device: torch.device) -> Tensor:
     flags = ((packed[..., None] >> shifts) & 1).bool().flatten(1)[:, :vocabulary]
     missing = vocabulary - flags.shape[1]
     return torch.nn.functional.pad(flags, (0, missing)) if missing > 0 else flags
+
+
+def _prepare(vocabulary: Future[LLTokenizer], tokenizer: Any, end_ids: list[int]) -> None:
+    try:
+        vocabulary.set_result(_vocabulary(tokenizer, end_ids))
+    except BaseException as error:  # raised where the tables are needed
+        vocabulary.set_exception(error)
 
 
 def _vocabulary(tokenizer: Any, end_ids: list[int]) -> LLTokenizer:

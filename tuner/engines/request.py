@@ -211,6 +211,8 @@ class RequestEngine(DescribedEngine):
             every_setting=every_setting,
             goes_on=goes_on,
         )
+        if self._capabilities.grammars:
+            self._grammars.prepare()
         self._stats = EngineStats()
         self._closed = False
 

@@ -387,9 +387,20 @@ class CallForm:
 
     @cached_property
     def markup(self) -> tuple[str, ...]:
-        """Tags that no value contains: it would have swallowed what should have ended it."""
-        heads = [FIELD.split(part)[0].strip() for part in (self.parameter, *self.bodies)]
-        return tuple(dict.fromkeys(text for text in (*heads, self.opener, self.closer) if text))
+        """Tags that no value contains that a grammar allows."""
+        texts = [part for body in self.bodies for part in FIELD.split(body)]
+        found = [FIELD.split(self.parameter)[0], *texts[:1], *texts[-1:], self.opener, self.closer]
+        return tuple(dict.fromkeys(text.strip() for text in found if text.strip()))
+
+    @cached_property
+    def unclosed(self) -> re.Pattern[str]:
+        """What a value contains that has swallowed what should have ended it: a tag, at the
+        beginning of a line where the family's models write it there."""
+        tags = "|".join(map(re.escape, self.markup))
+        if not self.parameter.endswith("\n"):
+            return re.compile(tags)
+        closing = re.escape(self.parameter.partition("{value}")[2].strip())
+        return re.compile(rf"^(?:{tags})|{closing}\s*(?:{tags})", re.MULTILINE)
 
     @property
     def holds_json(self) -> bool:
@@ -563,7 +574,7 @@ class _Body:
         values: dict[str, str] = {}
         while match := self._parameter.match(text, at):
             key, value = match["key"].strip(), match["value"]
-            if key in values or any(tag in value for tag in self._form.markup):
+            if key in values or self._form.unclosed.search(value):
                 raise ValueError
             values[key] = self._value(match, parameters.types_of(key, schema))
             at = match.end()

@@ -66,12 +66,14 @@ class Rules:
         self._rules[name] = body
         return name
 
-    def fresh(self, prefix: str, body: str) -> str:
+    def fresh(self, prefix: str, body: str, options: str = "") -> str:
         """Define a rule under a new name, or find an equal one."""
         for name, known in self._rules.items():
-            if known == body and name.startswith(prefix):
-                return name
-        return self.add(f"{prefix}{len(self._rules)}", body)
+            if known == body and name.startswith(prefix) and name.endswith(options):
+                return name.removesuffix(options)
+        name = f"{prefix}{len(self._rules)}"
+        self._rules[f"{name}{options}"] = body
+        return name
 
     def json(self, schema: str) -> str:
         """JSON by a schema from `json_schema`."""
@@ -99,24 +101,32 @@ class Rules:
             return f"{self.fresh('TEXT', f'{_ANY_TEXT} & {_without(tag)}')} {self.tag(tag)}"
         return self._lazy(_ANY_TEXT, tag)
 
-    def ended(self, text: str, tag: str, without: Sequence[str]) -> str:
-        """Text of a kind, without the tag and others, and then the tag."""
-        if self.has(tag):
-            return (
-                f"{self.fresh('VALUE', f'({text}) & {_with_none(tag, *without)}')} {self.tag(tag)}"
-            )
-        # The text may end like the tag begins, so a tag within both, and something behind it.
-        excluded = _with_none(*without, behind=tag)
-        return self.fresh("VALUE", f"({text}) {literal(tag)} & {excluded}")
+    def ended(self, text: str, tag: str, *, without: Sequence[str], unlike: str, words: str) -> str:
+        """Text or certain words, and then a tag.
+
+        Args:
+            text: Terminal of the text.
+            tag: What follows. Text does not contain it.
+            without: Other tags that text does not contain.
+            unlike: Terminal of text that is not meant; empty for none.
+            words: Terminal of the words; empty for none.
+        """
+        # Text that ends like a part of the tag can make up a tag with its beginning.
+        begun = [tag[:-n] for n in range(1, len(tag)) if tag[:n] == tag[-n:]]
+        tags = " | ".join(map(literal, (tag, *without)))
+        refused = [f"{_ANY_TEXT} ({tags}) {_ANY_TEXT}", *([unlike] if unlike else ())]
+        refused += [f"{_ANY_TEXT} {literal(part)}" for part in begun]
+        # In one complement: several take llguidance far more states.
+        meant = f"({text}) & ~({' | '.join(refused)})"
+        value = self.fresh("VALUE", f"{meant} | {words}" if words else meant)
+        return f"{value} {self.tag(tag)}" if self.has(tag) else self._lazy(value, tag)
 
     def has(self, text: str) -> bool:
         """Whether the tag is a single token."""
         return self._token_id(text) is not None
 
     def _lazy(self, text: str, tag: str) -> str:
-        name = f"until{len(self._rules)}"
-        self._rules[f"{name}[lazy]"] = f"{text} {literal(tag)}"
-        return name
+        return self.fresh("until", f"{text} {literal(tag)}", "[lazy]")
 
     def text(self) -> str:
         return "".join(f"{name}: {body}\n" for name, body in self._rules.items())
@@ -128,15 +138,6 @@ _ANY_TEXT = "/(?s:.*)/"
 def _without(tag: str) -> str:
     """Regex: any text without the tag."""
     return f"~({_ANY_TEXT} {literal(tag)} {_ANY_TEXT})"
-
-
-def _with_none(*tags: str, behind: str = "") -> str:
-    """Regex: any text with none of the tags, and with nothing behind the tag `behind`.
-
-    One complement: several take llguidance far more states.
-    """
-    found = [literal(tag) for tag in tags] + [f"{literal(behind)} /(?s:.)/"] * bool(behind)
-    return f"~({_ANY_TEXT} ({' | '.join(found)}) {_ANY_TEXT})"
 
 
 def _not_first(text: str) -> str:

@@ -19,15 +19,12 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from urllib.parse import unquote
 
 from tuner.encoding import json_text
 from tuner.engines.grammar_text import compile_limits
 from tuner.gateway.request_error import Path, RequestError, shown
-
-if TYPE_CHECKING:
-    from tuner.gateway.families.grammars import Rules
 
 # Reading.
 
@@ -192,7 +189,7 @@ def resolved(reference: str, root: Schema) -> Schema:
 
 def items_of(schema: Schema, root: Schema) -> Schema:
     """The schema of an array's items."""
-    found = [part["items"] for part in _parts(schema, root, set()) if "items" in part]
+    found = [part["items"] for part in _parts(schema, root) if "items" in part]
     return {"allOf": found} if found else True
 
 
@@ -216,12 +213,12 @@ class Parameters:
 
 
 def parameters_of(schema: Schema, root: Schema) -> Parameters:
-    """The parameters by an object's schema, including what it refers to and combines."""
+    """The parameters by a tool's schema, including what it refers to and combines."""
     named: dict[str, list[Schema]] = {}
     required: list[str] = []
     other: Schema = True
     closed = False
-    for part in _parts(schema, root, set()):
+    for part in _parts(schema, root):
         properties = part.get("properties")
         for name, one in (properties if isinstance(properties, Mapping) else {}).items():
             named.setdefault(name, []).append(one)
@@ -237,17 +234,18 @@ def parameters_of(schema: Schema, root: Schema) -> Parameters:
     )
 
 
-def _parts(schema: Schema, root: Schema, seen: set[str]) -> Iterator[Mapping[str, Any]]:
+def _parts(schema: Schema, root: Schema) -> Iterator[Mapping[str, Any]]:
     """The schemas that all hold where `schema` holds."""
-    if not isinstance(schema, Mapping):
-        return
-    yield schema
-    reference = _reference(schema)
-    if reference is not None and reference not in seen:
-        seen.add(reference)
-        yield from _parts(resolved(reference, root), root, seen)
-    for inner in _listed(schema, "allOf"):
-        yield from _parts(inner, root, seen)
+    waiting, seen = [schema], set()
+    while waiting:
+        part = waiting.pop(0)
+        if isinstance(part, Mapping):
+            yield part
+            reference = _reference(part)
+            if reference is not None and reference not in seen:
+                seen.add(reference)
+                waiting.append(resolved(reference, root))
+            waiting += _listed(part, "allOf")
 
 
 def callable_parameters(schema: Schema, path: Path, root: Schema) -> Parameters:
@@ -257,7 +255,7 @@ def callable_parameters(schema: Schema, path: Path, root: Schema) -> Parameters:
         RequestError: 400 that names a keyword that says more about them together.
     """
     parameters = parameters_of(schema, root)
-    for part in _parts(schema, root, set()):
+    for part in _parts(schema, root):
         held = {
             "minProperties": part.get("minProperties", 0) <= len(parameters.required),
             "maxProperties": part.get("maxProperties", math.inf) >= len(parameters.named) > 0,
@@ -313,8 +311,19 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+class ValueRules(Protocol):
+    """The rules that a value's grammar needs, of `grammars.Rules`."""
+
+    def fresh(self, prefix: str, body: str) -> str: ...
+    def json(self, schema: str) -> str: ...
+    def tag(self, text: str) -> str: ...
+    def ended(
+        self, text: str, tag: str, *, without: Sequence[str], unlike: str, words: str
+    ) -> str: ...
+
+
 def value_grammar(
-    rules: Rules,
+    rules: ValueRules,
     schema: Schema,
     root: Schema,
     path: Path,
@@ -344,15 +353,18 @@ def value_grammar(
     # JSON that is a rule of its own: the first character decides between it and text, since the
     # longest match wins.
     nested = [name for name in others if texts.get(_kind(name), "") is None]
-    excluded = [
+    others_begin = [
         _BEGINNINGS[_kind(name)] if name in nested else f"(?:{_SHAPES[name]}){_SPACE}"
         for name in others
     ]
-    string = f"({texts['string']})"
-    if excluded:
-        string += f" & ~/{_SPACE}(?:{'|'.join(excluded)})/"
-    scalars = [text for kind, text in texts.items() if kind != "string" and text is not None]
-    text = rules.ended(" | ".join([string, *scalars]), end, without)
+    words = [word for kind, word in texts.items() if kind != "string" and word is not None]
+    text = rules.ended(
+        str(texts["string"]),
+        end,
+        without=without,
+        unlike=f"/{_SPACE}(?:{'|'.join(others_begin)})/" if others else "",
+        words=" | ".join(words),
+    )
     if not nested:
         return text
     narrowed = {"allOf": [schema, {"type": nested}]}
@@ -381,7 +393,7 @@ def _kind(name: str) -> str:
 
 
 def _texts(
-    rules: Rules, schema: Schema, root: Schema, path: Path, known: dict[str, _Texts]
+    rules: ValueRules, schema: Schema, root: Schema, path: Path, known: dict[str, _Texts]
 ) -> _Texts:
     """A schema's values as texts, by type."""
     found = dict(_ANYTHING)
@@ -390,7 +402,7 @@ def _texts(
     if not isinstance(schema, Mapping):
         return found
     if (declared := _declared(schema)) is not None:
-        kinds = {_kind(name): _ANYTHING.get(_kind(name)) for name in declared}
+        kinds: _Texts = {_kind(name): _ANYTHING.get(_kind(name)) for name in declared}
         if "integer" in declared and "number" not in declared:
             kinds["number"] = f"/{_INTEGER}/"
         found = _both(found, kinds)
@@ -398,8 +410,8 @@ def _texts(
         found = _both(found, _either(*({_kind(type_of(word)): _word(word)} for word in words)))
     if _BOUNDS & schema.keys():
         found = _both(found, {**_ANYTHING, "number": None})
-    for text in _string_limits(schema, path) if "string" in found else ():
-        found = _both(found, {**_ANYTHING, "string": text})
+    for limit in _string_limits(schema, path) if "string" in found else ():
+        found = _both(found, {**_ANYTHING, "string": limit})
     for index, inner in enumerate(_listed(schema, "allOf")):
         found = _both(found, _texts(rules, inner, root, (*path, "allOf", index), known))
     for options in _unions(schema):
