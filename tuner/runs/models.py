@@ -115,6 +115,13 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+# Deprecations in and between these libraries are nothing that a user could act on. Appended, so that
+# `python -W` and filters of the user's come first.
+for _category in (FutureWarning, DeprecationWarning):
+    _libraries = "(torch|transformers|peft|accelerate|bitsandbytes|huggingface_hub|tuner)\\b"
+    warnings.filterwarnings("ignore", category=_category, module=_libraries, append=True)
+
+
 @contextmanager
 def quiet_import(library: str) -> Iterator[None]:
     """Hide Python's warnings, and those that a library logs, while it is imported."""
