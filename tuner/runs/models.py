@@ -115,11 +115,10 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-# Deprecations in and between these libraries are nothing that a user could act on. Appended, so that
-# `python -W` and filters of the user's come first.
-for _category in (FutureWarning, DeprecationWarning):
-    _libraries = "(torch|transformers|peft|accelerate|bitsandbytes|huggingface_hub|tuner)\\b"
-    warnings.filterwarnings("ignore", category=_category, module=_libraries, append=True)
+# What these libraries will rename or remove is nothing that a user could act on. (Python itself hides
+# DeprecationWarnings.) Appended, so that `python -W` and filters of the user's come first.
+_LIBRARIES = r"(torch|transformers|peft|accelerate|bitsandbytes|datasets|huggingface_hub|tuner)\b"
+warnings.filterwarnings("ignore", category=FutureWarning, module=_LIBRARIES, append=True)
 
 
 @contextmanager
