@@ -298,6 +298,13 @@ def test_a_hub_name_with_its_subset_inside_says_where_that_belongs(name):
     assert "subset_name" in said
 
 
+def test_a_readme_beside_the_only_split_changes_nothing(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"a": 1}')
+    (tmp_path / "README.md").write_text("my rows")
+    for split in (None, "rows"):
+        assert load_tasks(Dataset(path=str(tmp_path), split=split), role="t") == [{"a": 1}]
+
+
 def test_parts_of_a_split_are_one_split(tmp_path):
     for part in range(2):
         name = f"train-0000{part}-of-00002.jsonl"

@@ -497,9 +497,8 @@ def _read_folder(folder: Path, subset: str | None, split: str | None) -> Sequenc
         for suffix in reversed(JSON_FILES)
         for file in sorted(inner.glob(f"*{suffix}{compression}"))
     }
-    # Files that `datasets` finds and these names do not: of other kinds, deeper, in parts, or named
-    # by the card of a copy of a Hub dataset.
-    others = (folder / "README.md").exists() or [
+    # Files that only `datasets` reads: of other kinds, deeper, or one part of a split.
+    others = [
         file
         for file in inner.rglob("*")
         if uncompressed(file).suffix in DATA_FILES
@@ -509,7 +508,8 @@ def _read_folder(folder: Path, subset: str | None, split: str | None) -> Sequenc
         (split,) = files
     if split in files and (subset is None or inner != folder):
         return _read_file(files[split])
-    if split is None or (files and not others and "[" not in split):
+    card = (folder / "README.md").exists()  # it may name the files, in a copy of a Hub dataset
+    if split is None or (files and not others and not card and "[" not in split):
         there = ", ".join(sorted(files))
         found = f": name a split ({there})"
         if split is not None:
