@@ -7,6 +7,7 @@ import csv
 import gzip
 import json
 import lzma
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -282,6 +283,27 @@ def test_a_copy_of_a_hub_dataset_has_its_subsets_and_splits(copy_of_hub, subset,
     config = load_config(file)
     assert training_tasks(config, None) == [{"from": found}]
     assert evaluation_tasks(config, None) == {"eval": [{"from": found}]}
+
+
+@pytest.mark.parametrize("subset", [None, "main"])
+def test_a_csv_dataset_in_the_hubs_cache_keeps_its_zeros_or_says_so(
+    tmp_path, monkeypatch, caplog, subset
+):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "zips").mkdir()
+    (tmp_path / "zips" / "train.csv").write_text("zip;n\n02139;1\n10115;2\n")
+    card = "configs:\n- {config_name: main, sep: ';', data_files: train.csv}\n"
+    (tmp_path / "zips" / "README.md").write_text(f"---\n{card}---\n")
+    rows = [{"zip": "02139", "n": 1}, {"zip": "10115", "n": 2}]
+    assert load_tasks(Dataset(path=str(tmp_path / "zips"), name=subset), role="t") == rows
+    (tmp_path / "cache" / "zips").rename(tmp_path / "cache" / "org___zips")
+    cached = Dataset(path="org/zips", name=subset)
+    assert load_tasks(cached, role="t") == rows
+    assert "leading zeros" not in caplog.text
+    (texts,) = (tmp_path / "cache" / "org___zips").glob("main-*")
+    shutil.rmtree(texts)
+    assert load_tasks(cached, role="t") == [{"zip": 2139, "n": 1}, {"zip": 10115, "n": 2}]
+    assert "no texts of the columns zip, n" in caplog.text
 
 
 def test_a_subset_or_split_that_a_copy_lacks_is_told_with_those_it_has(copy_of_hub):

@@ -578,8 +578,21 @@ def _with_zeros(loaded: Any, path: str, options: dict[str, Any]) -> Any:
     numbers = [name for name in names if loaded.features[name].dtype in ("int64", "float64")]
     if not numbers:
         return loaded
-    as_texts = {"converters": dict.fromkeys(names, str), "na_filter": False}
-    written = datasets.load_dataset(path, **options, **as_texts)
+    options |= {"converters": dict.fromkeys(names, str), "na_filter": False}
+    if "name" in options:
+        options["name"] = loaded.info.config_name
+    try:
+        written = datasets.load_dataset(path, **options)
+    except ValueError as error:
+        if "Couldn't find cache" not in str(error):
+            raise
+        logger.warning(
+            "dataset %r comes from the Hub's cache, which has no texts of the columns %s: numbers "
+            "there have no leading zeros; read it once with a network",
+            path,
+            ", ".join(numbers),
+        )
+        return loaded
     for name in numbers:
         texts = pc.cast(written.data[name], "string")
         texts = pc.if_else(pc.is_null(table[name]), None, texts)
