@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import huggingface_hub
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -23,6 +24,7 @@ from PIL import Image
 
 from tests.kit import builders
 from tuner import Dataset, DatasetConfig
+from tuner.config import keys
 from tuner.config.load import load_config
 from tuner.errors import ConfigError, DatasetError
 from tuner.runs.record import fingerprint_of
@@ -182,7 +184,9 @@ def test_a_compressed_file_that_is_missing_is_a_path(tmp_path, monkeypatch):
     for name in ("train.jsonl.gz", "rows.csv.bz2", "my/rows.parquet.xz"):
         assert f"does not exist (looked for {tmp_path / name})" in message(name)
     (tmp_path / "rows.txt.gz").write_bytes(gzip.compress(b"x"))
-    assert "is a txt file; supported are .json" in message(tmp_path / "rows.txt.gz")
+    assert "is a gz file; supported are .parquet" in message(tmp_path / "rows.txt.gz")
+    (tmp_path / "rows.parquet.xz").touch()
+    assert "is a xz file; supported are .parquet" in message(tmp_path / "rows.parquet.xz")
 
 
 def test_subset_is_a_folder(folder):
@@ -225,6 +229,16 @@ def test_unreachable_hub_is_said(monkeypatch):
 
     monkeypatch.setattr(datasets, "get_dataset_config_names", unreachable)
     assert "the Hugging Face Hub cannot be reached" in message("a/b")
+
+
+def test_without_a_network_a_hub_dataset_is_given_up_at_once_in_one_sentence(monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    keys._hub_answers.cache_clear()
+    said = message(Dataset(path="a/b", name="main"))
+    keys._hub_answers.cache_clear()
+    assert said.count("cannot be reached") == 1
+    assert "check the path, or download the dataset" in said
 
 
 def test_main_subset_of_a_hub_dataset_is_taken_and_said(monkeypatch, caplog):

@@ -662,9 +662,9 @@ class _TasksetBase(Section):
     path: str | None = Field(
         default=None,
         min_length=1,
-        description="A folder, a .json, .jsonl, .csv or .parquet file, which may be compressed "
-        "(.jsonl.gz), or a name on the Hugging Face Hub. Relative paths start at the configuration "
-        "file's folder.",
+        description="A folder, a .json, .jsonl or .csv file, which may be compressed (.jsonl.gz), "
+        "a .parquet file, or a name on the Hugging Face Hub. Relative paths start at the "
+        "configuration file's folder.",
     )
     split: str = Field(
         default="train", min_length=1, description="Split: `train` means `train.jsonl`."

@@ -19,7 +19,7 @@ import zlib
 from abc import abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import chain, islice
 from os.path import commonprefix
 from pathlib import Path
@@ -227,8 +227,8 @@ class DatasetConfig(PublicSettings):
     """
 
     path: str = Field(
-        description="A folder, a .json, .jsonl, .csv or .parquet file, which may be compressed "
-        "(.jsonl.gz), or a Hub name."
+        description="A folder, a .json, .jsonl or .csv file, which may be compressed (.jsonl.gz), "
+        "a .parquet file, or a Hub name."
     )
     name: str | None = Field(
         default=None, description="Subset (the Hub's config), where there are several."
@@ -446,10 +446,11 @@ def _read_file(path: Path) -> Sequence[Task]:
             return JsonLines(path, file)
         with file:
             return list(_filled(_read_json(path, file)))
-    if suffix not in DATA_FILES:
+    packed = path.suffix != suffix and suffix == ".parquet"  # which compresses its columns itself
+    if packed or suffix not in DATA_FILES:
         raise DatasetError(
-            f"dataset {str(path)!r} is a {kind or 'nameless'} file; supported are .json, .jsonl, "
-            f".csv and .parquet, also compressed ({', '.join(COMPRESSED)})"
+            f"dataset {str(path)!r} is a {path.suffix[1:] or 'nameless'} file; supported are "
+            f".parquet, and .json, .jsonl and .csv, also compressed ({', '.join(COMPRESSED)})"
         )
     try:
         return _from_datasets(str(path), kind, data_files=str(path), split="train")
@@ -530,8 +531,7 @@ def _read_hub(path: str, subset: str | None, split: str | None) -> Sequence[Task
             "alone (openai/gsm8k), and beside it the subset (Dataset(name=...) or subset_name) and "
             "the split (split)"
         )
-    with hub_or_cache():
-        return _read_subset(path, subset, split)
+    return _read_subset(path, subset, split)
 
 
 def _read_subset(path: str, subset: str | None, split: str) -> Sequence[Task]:
@@ -545,7 +545,7 @@ def _main_subset(path: str) -> str | None:
     """The default subset; logged, since there was a choice."""
     import datasets
 
-    with _as_dataset_error(f"dataset {path!r}"), _quiet_datasets():
+    with _asking_datasets(path):
         subsets = list(datasets.get_dataset_config_names(path))
     if len(subsets) < 2:
         return None
@@ -562,7 +562,7 @@ def _main_subset(path: str) -> str | None:
 def _from_datasets(said: str, path: str, **options: Any) -> Sequence[Task]:
     import datasets
 
-    with _as_dataset_error(f"dataset {said!r}"), _quiet_datasets():
+    with _asking_datasets(said):
         loaded = datasets.load_dataset(path, **options)
         if loaded.info.builder_name == "csv":
             loaded = _with_zeros(loaded, path, options)
@@ -603,15 +603,18 @@ def _with_zeros(loaded: Any, path: str, options: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def _quiet_datasets() -> Iterator[None]:
-    """Hide the progress bars and messages of `datasets`; its errors are raised, too."""
+def _asking_datasets(path: str) -> Iterator[None]:
+    """While the block runs, `datasets` shows no progress bars and logs nothing, its errors are
+    DatasetErrors, and a name on the Hub comes from the cache if the Hub cannot be reached."""
     import datasets
 
     shown, level = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)
+    reaching = nullcontext() if Path(path).is_absolute() else hub_or_cache()
     try:
-        yield
+        with _as_dataset_error(f"dataset {path!r}"), reaching:
+            yield
     finally:
         datasets.logging.set_verbosity(level)
         if shown:
