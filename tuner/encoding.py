@@ -87,8 +87,12 @@ def read_text_file(path: Path) -> str:
         OSError: It cannot be read.
         NotText: It is not UTF-8.
     """
-    text = decoded(path.read_bytes())
-    return IncrementalNewlineDecoder(None, translate=True).decode(text, final=True)
+    return file_text(path.read_bytes())
+
+
+def file_text(data: bytes) -> str:
+    """The content of such a file as text; raises NotText if it is not UTF-8."""
+    return IncrementalNewlineDecoder(None, translate=True).decode(decoded(data), final=True)
 
 
 def decoded(data: bytes, line: int = 1) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -134,6 +135,22 @@ def test_interrupted_run_ends_with_the_same_adapter(
     if began is not None:
         first = adapter_weights(began)
         assert any(not torch.equal(first[name], found[name]) for name in found)
+
+
+def test_no_library_says_anything_in_a_run_or_an_export(random_model_path, tmp_path):
+    """In a process of its own, where the libraries are imported for the first time."""
+    settings = (str(random_model_path), str(tmp_path), NEW, "buffer.total_steps=1")
+    export = ("export", str(tmp_path / "p/run"), str(tmp_path / "out"), "--merge")
+    code = (
+        "from tests.kit import runs; from tuner import cli\n"
+        f"runs.run_local(runs.config(*{settings}), workflow=runs.workflow, judge=runs.judge,"
+        " train_tasks=runs.TRAIN, eval_tasks={'held-out': runs.EVAL})\n"
+        f"cli.app({export})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert not re.search(r"warn|deprecat|kernel", done.stdout, re.IGNORECASE)
+    assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_an_adapter_to_start_from_is_policy_and_reference(

@@ -45,6 +45,8 @@ def test_folders_and_hub_names_are_read_there_and_files_are_not(tmp_path):
     assert readable_there({"path": "openai/gsm8k"})
     assert not readable_there({"path": str(file)})
     assert not readable_there({"path": None})
+    (tmp_path / "more.csv.gz").touch()  # there, 007 would become 7
+    assert not readable_there({"path": str(tmp_path)})
 
 
 def test_a_taskset_without_path_takes_the_rows_given_in_python():

@@ -662,14 +662,17 @@ class _TasksetBase(Section):
     path: str | None = Field(
         default=None,
         min_length=1,
-        description="A folder, a .json, .jsonl, .csv or .parquet file, or a name on the Hugging "
-        "Face Hub. Relative paths start at the configuration file's folder.",
+        description="A folder, a .json, .jsonl or .csv file, which may be compressed (.jsonl.gz), "
+        "a .parquet file, or a name on the Hugging Face Hub. Relative paths start at the "
+        "configuration file's folder.",
     )
     split: str = Field(
         default="train", min_length=1, description="Split: `train` means `train.jsonl`."
     )
     subset_name: str | None = Field(
-        default=None, min_length=1, description="Subset, if the dataset has several."
+        default=None,
+        min_length=1,
+        description="Subset (the Hub's config), if the dataset has several.",
     )
 
 

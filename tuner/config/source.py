@@ -503,7 +503,7 @@ def path_or_name(value: str, folder: Path) -> str:
     looks_like_path = (
         value.startswith((".", "/", "~"))
         or value.count("/") > 1
-        or Path(value).suffix in (*DATA_FILES, GGUF)
+        or uncompressed(Path(value)).suffix in (*DATA_FILES, GGUF)
         or ("/" in value and (folder / value).parent.is_dir())
     )
     if looks_like_path or (folder / value).exists():
@@ -511,7 +511,13 @@ def path_or_name(value: str, folder: Path) -> str:
     return value
 
 
+def uncompressed(path: Path) -> Path:
+    """`rows.jsonl` for `rows.jsonl.gz`; other names are returned unchanged."""
+    return path.with_suffix("") if path.suffix in COMPRESSED else path
+
+
 DATA_FILES = (".json", ".jsonl", ".csv", ".parquet")
+COMPRESSED = (".gz", ".bz2", ".xz")
 GGUF = ".gguf"
 # Prefix of an installed package that contains a model.
 PACKAGE = "package:"

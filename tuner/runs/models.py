@@ -115,6 +115,12 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+# What these libraries will rename or remove is nothing that a user could act on; Python itself
+# hides DeprecationWarnings. Appended, so that `python -W` and the user's filters come first.
+_LIBRARIES = r"(torch|transformers|peft|accelerate|bitsandbytes|datasets|huggingface_hub|tuner)\b"
+warnings.filterwarnings("ignore", category=FutureWarning, module=_LIBRARIES, append=True)
+
+
 @contextmanager
 def quiet_import(library: str) -> Iterator[None]:
     """Hide Python's warnings, and those that a library logs, while it is imported."""

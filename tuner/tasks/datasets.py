@@ -6,23 +6,37 @@ everything else is read by `datasets`.
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
 import logging
+import lzma
+import os
+import re
+import shutil
 import sys
+import zlib
 from abc import abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import islice
+from contextlib import contextmanager, nullcontext
+from itertools import chain, islice
 from os.path import commonprefix
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, overload
+from tempfile import SpooledTemporaryFile
+from typing import IO, TYPE_CHECKING, Any, TypeAlias, overload
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tuner.config.keys import hub_or_cache
-from tuner.config.source import DATA_FILES, MOST_LEVELS, path_or_name
-from tuner.encoding import NotText, decoded, read_text_file, show_all
+from tuner.config.source import (
+    COMPRESSED,
+    DATA_FILES,
+    MOST_LEVELS,
+    path_or_name,
+    uncompressed,
+)
+from tuner.encoding import NotText, decoded, file_text, show_all
 from tuner.errors import ConfigError, DatasetError
 from tuner.tasks.functions import shown
 from tuner.traces.store import same_text
@@ -86,15 +100,19 @@ class JsonLines(LazyRows):
 
     Every row has the columns of all rows, None for missing ones.
 
+    Args:
+        path: Location of the file.
+        file: Its content, decompressed; stays open.
+
     Raises:
         DatasetError: A line is not a JSON object. Later also: the file has changed.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, file: IO[bytes]) -> None:
         self._path = path
         self._starts = array("Q")
         self._columns: Row = {}
-        self._file = path.open("rb")
+        self._file = file
         self._state = self._seen()
         start = 0
         for number, line in enumerate(self._file, 1):
@@ -209,9 +227,12 @@ class DatasetConfig(PublicSettings):
     """
 
     path: str = Field(
-        description="A folder, a .json, .jsonl, .csv or .parquet file, or a Hub name."
+        description="A folder, a .json, .jsonl or .csv file, which may be compressed (.jsonl.gz), "
+        "a .parquet file, or a Hub name."
     )
-    name: str | None = Field(default=None, description="Subset, where there are several.")
+    name: str | None = Field(
+        default=None, description="Subset (the Hub's config), where there are several."
+    )
     split: str | None = Field(
         default="train", description="Split, in a folder or on the Hub; a file has only one."
     )
@@ -278,25 +299,32 @@ def check_row(row: Any, at: str) -> Row:
     """
     if not isinstance(row, dict):
         raise DatasetError(f"{at} is {shown(row)}; every row must be a dict")
+    layers = list(islice(_layers(row), MOST_LEVELS + 1))
+    for one in chain(*layers):
+        for key in one if isinstance(one, dict) else ():
+            if not isinstance(key, str):
+                raise DatasetError(
+                    f"{at} has the key {shown(key)}: keys must be strings, because rows are stored "
+                    f"as JSON; write {str(key)!r}, here and where the functions read it"
+                )
     try:
-        text = row_text(row)
+        row_text(row)
     except (ValueError, TypeError, RecursionError) as error:
         raise DatasetError(
-            f"{at} cannot be serialised ({_fault(error)}): its keys must be strings, and no value "
-            "may contain itself"
+            f"{at} cannot be serialised ({_fault(error)}): no value may contain itself"
         ) from None
-    if text.count("[") + text.count("{") > MOST_LEVELS and _levels(row) > MOST_LEVELS:
+    if len(layers) > MOST_LEVELS:
         raise DatasetError(f"{at} is nested in more than {MOST_LEVELS} levels: make it flatter")
     return row
 
 
-def _levels(value: Any) -> int:
-    """How deep lists and dicts are nested."""
-    levels, layer = 0, [value]
+def _layers(value: Any) -> Iterator[list[Any]]:
+    """The lists and dicts in a value by depth, each once at a depth; endless for circles."""
+    layer = [value]
     while layer := [one for one in layer if isinstance(one, dict | list | tuple)]:
-        levels += 1
+        layer = list({id(one): one for one in layer}.values())
+        yield layer
         layer = [item for one in layer for item in (one.values() if isinstance(one, dict) else one)]
-    return levels
 
 
 def _fault(error: Exception) -> str:
@@ -410,65 +438,114 @@ def read_rows(path: str, subset: str | None, split: str | None) -> Sequence[Task
 
 
 def _read_file(path: Path) -> Sequence[Task]:
-    if path.suffix == ".jsonl" and path.stat().st_size > IN_MEMORY:
-        return JsonLines(path)
-    if path.suffix in JSON_FILES:
-        return list(_filled(_read_json(path)))
-    kind = path.suffix.removeprefix(".")
-    if path.suffix not in DATA_FILES:
+    suffix = uncompressed(path).suffix
+    kind = suffix.removeprefix(".")
+    if suffix in JSON_FILES:
+        file = _opened(path)
+        if suffix == ".jsonl" and _size(file) > IN_MEMORY:
+            return JsonLines(path, file)
+        with file:
+            return list(_filled(_read_json(path, file)))
+    packed = path.suffix != suffix and suffix == ".parquet"  # which compresses its columns itself
+    if packed or suffix not in DATA_FILES:
         raise DatasetError(
-            f"dataset {str(path)!r} is a {kind or 'nameless'} file; supported are .json, .jsonl, "
-            ".csv and .parquet"
+            f"dataset {str(path)!r} is a {path.suffix[1:] or 'nameless'} file; supported are "
+            f".parquet, and .json, .jsonl and .csv, also compressed ({', '.join(COMPRESSED)})"
         )
     try:
         return _from_datasets(str(path), kind, data_files=str(path), split="train")
     except DatasetError:
         if kind == "csv":
-            _text_of(path)  # a reason why it cannot be parsed
+            with _opened(path) as file:
+                _text_of(path, file)  # a reason why it cannot be parsed
         raise
+
+
+_COMPRESSIONS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+
+
+def _opened(path: Path) -> IO[bytes]:
+    """A file. What is compressed is first unpacked, into memory or a temporary file."""
+    suffix = path.suffix
+    try:
+        if suffix not in COMPRESSED:
+            return path.open("rb")
+        content = SpooledTemporaryFile(IN_MEMORY)  # noqa: SIM115  # the caller closes it
+        with _COMPRESSIONS[suffix](path) as packed:
+            shutil.copyfileobj(packed, content)
+    except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+        # Errors of the system have a number, those of a damaged file none.
+        damaged = getattr(error, "errno", None) is None
+        known = f"it is not a whole {suffix} file ({error}): compress it again"
+        raise DatasetError(
+            f"dataset {str(path)!r} cannot be read: {known if damaged else error}"
+        ) from None
+    content.seek(0)
+    return content
+
+
+def _size(file: IO[bytes]) -> int:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    return size
 
 
 def _read_folder(folder: Path, subset: str | None, split: str | None) -> Sequence[Task]:
     inner = folder / subset if subset is not None and (folder / subset).is_dir() else folder
     files = {
-        file.stem: file
+        uncompressed(file).stem: file
+        for compression in (*COMPRESSED, "")
         for suffix in reversed(JSON_FILES)
-        for file in sorted(inner.glob(f"*{suffix}"))
+        for file in sorted(inner.glob(f"*{suffix}{compression}"))
     }
+    # Files that only `datasets` reads: of other kinds, deeper, or one part of a split.
     others = [
         file
         for file in inner.rglob("*")
-        if file.suffix in DATA_FILES and file not in files.values()
+        if uncompressed(file).suffix in DATA_FILES
+        and (file not in files.values() or _PART.search(uncompressed(file).stem))
     ]
     if split is None and len(files) == 1 and not others:
         (split,) = files
     if split in files and (subset is None or inner != folder):
         return _read_file(files[split])
-    if split is None or (files and not others and "[" not in split):
+    card = (folder / "README.md").exists()  # it may name the files, in a copy of a Hub dataset
+    if split is None or (files and not others and not card and "[" not in split):
         there = ", ".join(sorted(files))
         found = f": name a split ({there})"
         if split is not None:
             found = f" has no split {split!r}; it has: {there}"
         raise DatasetError(f"dataset {str(folder)!r}{found}")
-    return _from_datasets(str(folder), str(folder), name=subset, split=split)
+    return _read_subset(str(folder), subset, split)
+
+
+_PART = re.compile(r"-\d+-of-\d+$")
 
 
 def _read_hub(path: str, subset: str | None, split: str | None) -> Sequence[Task]:
-    if subset is None:
-        subset = _main_subset(path)
     if split is None:
         raise DatasetError(f"dataset {path!r}: name a split, such as split='train'")
-    import datasets
+    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?[:@][\w.:@-]+", path):
+        raise DatasetError(
+            f"dataset {path!r} is neither a file nor a name on the Hugging Face Hub: give the name "
+            "alone (openai/gsm8k), and beside it the subset (Dataset(name=...) or subset_name) and "
+            "the split (split)"
+        )
+    return _read_subset(path, subset, split)
 
-    with _as_dataset_error(f"dataset {path!r}"), hub_or_cache():
-        return _arrow_rows(datasets.load_dataset(path, name=subset, split=split))
+
+def _read_subset(path: str, subset: str | None, split: str) -> Sequence[Task]:
+    """The rows of a dataset on the Hub, or in a folder."""
+    if subset is None:
+        subset = _main_subset(path)
+    return _from_datasets(path, path, name=subset, split=split)
 
 
 def _main_subset(path: str) -> str | None:
     """The default subset; logged, since there was a choice."""
     import datasets
 
-    with _as_dataset_error(f"dataset {path!r}"), hub_or_cache():
+    with _asking_datasets(path):
         subsets = list(datasets.get_dataset_config_names(path))
     if len(subsets) < 2:
         return None
@@ -485,8 +562,63 @@ def _main_subset(path: str) -> str | None:
 def _from_datasets(said: str, path: str, **options: Any) -> Sequence[Task]:
     import datasets
 
-    with _as_dataset_error(f"dataset {said!r}"):
-        return _arrow_rows(datasets.load_dataset(path, **options))
+    with _asking_datasets(said):
+        loaded = datasets.load_dataset(path, **options)
+        if loaded.info.builder_name == "csv":
+            loaded = _with_zeros(loaded, path, options)
+        return _arrow_rows(loaded)
+
+
+def _with_zeros(loaded: Any, path: str, options: dict[str, Any]) -> Any:
+    """A CSV dataset whose columns with leading zeros (007, 02139) are texts, not numbers."""
+    import datasets
+    import pyarrow.compute as pc
+
+    names, table = loaded.column_names, loaded.data.table
+    numbers = [name for name in names if loaded.features[name].dtype in ("int64", "float64")]
+    if not numbers:
+        return loaded
+    options |= {"converters": dict.fromkeys(names, str), "na_filter": False}
+    if "name" in options:
+        options["name"] = loaded.info.config_name
+    try:
+        written = datasets.load_dataset(path, **options)
+    except ValueError as error:
+        if "Couldn't find cache" not in str(error):
+            raise
+        logger.warning(
+            "dataset %r comes from the Hub's cache, which has no texts of the columns %s: numbers "
+            "there have no leading zeros; read it once with a network",
+            path,
+            ", ".join(numbers),
+        )
+        return loaded
+    for name in numbers:
+        texts = pc.cast(written.data[name], "string")
+        texts = pc.if_else(pc.is_null(table[name]), None, texts)
+        if pc.any(pc.match_substring_regex(texts, r"^\s*[+-]?0\d")).as_py():
+            table = table.set_column(names.index(name), name, texts)
+    # Other columns stay on disk. The schema's metadata has the old types.
+    return datasets.Dataset(datasets.table.InMemoryTable(table.replace_schema_metadata()))
+
+
+@contextmanager
+def _asking_datasets(path: str) -> Iterator[None]:
+    """While the block runs, `datasets` shows no progress bars and logs nothing, its errors are
+    DatasetErrors, and a name on the Hub comes from the cache if the Hub cannot be reached."""
+    import datasets
+
+    shown, level = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(logging.CRITICAL)
+    reaching = nullcontext() if Path(path).is_absolute() else hub_or_cache()
+    try:
+        with _as_dataset_error(f"dataset {path!r}"), reaching:
+            yield
+    finally:
+        datasets.logging.set_verbosity(level)
+        if shown:
+            datasets.enable_progress_bars()
 
 
 @contextmanager
@@ -513,17 +645,17 @@ def _as_dataset_error(what: str) -> Iterator[None]:
         raise DatasetError(f"{what} {text}") from error
 
 
-def _text_of(path: Path) -> str:
+def _text_of(path: Path, file: IO[bytes]) -> str:
     try:
-        return read_text_file(path)
+        return file_text(file.read())
     except (OSError, NotText) as error:
         raise DatasetError(f"dataset {str(path)!r} cannot be read: {error}") from None
 
 
-def _read_json(path: Path) -> list[Any]:
+def _read_json(path: Path, file: IO[bytes]) -> list[Any]:
     """A JSON file with a list, or one value per line."""
-    text = _text_of(path)
-    one_list = path.suffix == ".json" and text.lstrip().startswith("[")
+    text = _text_of(path, file)
+    one_list = uncompressed(path).suffix == ".json" and text.lstrip().startswith("[")
     values: list[Any] = []
     for before, part in enumerate([text] if one_list else text.split("\n")):
         try:

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from tuner.config.keys import describe
 from tuner.config.load import RECORDED
 from tuner.config.schema import FormatSection
-from tuner.config.source import path_or_name
+from tuner.config.source import path_or_name, uncompressed
 from tuner.errors import ConfigError, DatasetError
 from tuner.runs.directory import write_atomically
 from tuner.runs.record import fingerprint_of
@@ -36,12 +36,15 @@ ROW = "tuner_row"
 
 
 def readable_there(taskset: Mapping[str, Any]) -> bool:
-    """Whether Trinity-RFT can read the path of a taskset: a folder, or a name on the Hub."""
+    """Whether Trinity-RFT reads the same rows at the path of a taskset: a folder, or a name on the
+    Hub. In CSV files it would drop leading zeros."""
     path = taskset.get("path")
     if not path:
         return False
     local = Path(path_or_name(str(path), Path.cwd()))
-    return not local.is_file() and (local.is_dir() or not local.is_absolute())
+    if local.is_dir():
+        return all(uncompressed(file).suffix != ".csv" for file in local.rglob("*"))
+    return not local.is_file() and not local.is_absolute()
 
 
 def tasks_of(taskset: Mapping[str, Any], rows: Any, *, role: str) -> Sequence[Task]:
