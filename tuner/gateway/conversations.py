@@ -478,12 +478,17 @@ class Conversations:
     ) -> Iterator[tuple[int, int | None]]:
         """Possible ends of the turn that begins at `start`, with the end token if it was sampled.
 
-        A turn that was cut off, or that ended with another token, ends at the template's token.
+        A turn that was cut off, or that ended with another token, ends at the template's token. A
+        token may also end the messages that a turn consists of.
         """
         for token in dict.fromkeys((completion.end, *self._renderer.turn_ends)):
             if token is not None:
-                stop = text.find(self._renderer.special_tokens.text(token), start)
-                if stop >= 0:
+                end = self._renderer.special_tokens.text(token)
+                stop = start - len(end)
+                for _ in range(1 + completion.ids.count(token)):
+                    stop = text.find(end, stop + len(end))
+                    if stop < 0:
+                        break
                     yield stop, token if token == completion.end else None
 
     def _exact(self, completion: _Completion, text: str, start: int) -> _Match | None:

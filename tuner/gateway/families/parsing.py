@@ -952,10 +952,12 @@ class ReasoningParser:
     Attributes:
         opener: End of a prompt that has already opened the reasoning; None if none can.
         scanner: Makes a scanner for one text, given whether the prompt has opened the reasoning.
+        around_words: Text around the words before a call.
     """
 
     opener: str | None
     scanner: Callable[[bool], Scanner]
+    around_words: tuple[str, str] = ("", "")
 
     def __call__(self, text: str, opened: bool) -> tuple[str | None, str]:
         """The reasoning, or None, and the rest of the whole `text`."""
@@ -983,7 +985,11 @@ class ToolCallParser:
 
 REASONING_PARSERS: dict[str, ReasoningParser] = {
     **{name: ReasoningParser(form.opener, form.scanner) for name, form in TAG_FORMS.items()},
-    "openai_gptoss": ReasoningParser(ANALYSIS, HarmonyScanner),
+    "openai_gptoss": ReasoningParser(
+        ANALYSIS,
+        HarmonyScanner,
+        (f"{_CHANNEL}commentary{_MESSAGE}", f"{_ENDS[0]}{_START}assistant"),
+    ),
     "none": ReasoningParser(None, lambda opened: PlainText()),
 }
 # If several names mean one parser, messages suggest the first.

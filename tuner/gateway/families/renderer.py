@@ -30,13 +30,13 @@ from tuner.gateway.families.template import (
     ApplyTemplate,
     Message,
     TemplateForm,
-    for_template,
     last_turns,
-    lost_calls,
     remembered,
-    risks,
+    render,
+    said,
     template_form,
     tools_obstacle,
+    turn_form,
     wants_whole_tools,
     whole,
 )
@@ -352,7 +352,13 @@ class ChatRenderer:
                 _log.warning("%s; requests with tools get a 400", problem)
             else:
                 self._unseen_tools = problem
-        self._lost_calls = set() if obstacle else lost_calls(self._apply, self._form)
+        else:
+            self._form = turn_form(
+                self._apply,
+                self._form,
+                lambda text: self.parse_text(text, tools=[ANY_TOOL], opened=False),
+                self.reasoning.around_words,
+            )
         self.special_tokens = SpecialTokens(tokenizer, self._encode_text, end_ids)
         self.length_bound = LengthBound(tokenizer)
         self._added_tokens = {
@@ -394,17 +400,24 @@ class ChatRenderer:
         if self._unseen_tools and (tools or used) and add_generation_prompt:
             _log.warning("%s", self._unseen_tools)
             self._unseen_tools = None  # logged once
-        if lost := [risk for m in messages for risk in risks(m) & self._lost_calls]:
+        if self._form.words == "refused" and any(m.get("tool_calls") and said(m)[1] for m in messages):
             raise RequestError(
-                f"the model's chat template drops {lost[0]} from the conversation: set "
-                "model.chat_template_path to one that shows them",
+                "the model's chat template drops calls with words beside them from the "
+                "conversation: set model.chat_template_path to one that shows them",
                 path=("messages",),
             )
         extra = chat_template_kwargs or {}
         self._check_template_kwargs(extra)
-        shaped = for_template(list(messages), self._form, developer_role=self._developer_role)
         try:
-            return self._text(shaped, tools, add_generation_prompt=add_generation_prompt, **extra)
+            return render(
+                self._text,
+                messages,
+                tools,
+                self._form,
+                developer_role=self._developer_role,
+                add_generation_prompt=add_generation_prompt,
+                **extra,
+            )
         except Exception as error:
             # A template is a program: it reports what it cannot render by raising, and fails with
             # any error on what it forgot to check.
