@@ -217,7 +217,7 @@ async def test_tool_call_keeps_its_ids_whatever_token_ended_it(
     assert first.completion_ids == sampled
     kept = path(first)[: -1 if end else None]
     assert second.prompt_ids[: second.reused_ids] == kept
-    assert second.rerendered is None
+    assert second.rerendered == ("end" if end else None)
     # The template ends the turn in its own way.
     glue = decoded(second.prompt_ids[second.reused_ids :])
     assert glue.startswith("<|im_end|>\n<|im_start|>user\n<tool_response>\n42")
@@ -234,13 +234,49 @@ async def test_text_before_a_stop_string_is_rendered_afresh() -> None:
 
 
 async def test_part_of_a_character_is_not_mistaken_for_its_replacement() -> None:
-    gateway = gateway_of(letters("é", end=""))
+    gateway = gateway_of((*letters("é", end="")[:1], *letters("x")))
     session = gateway.open_session("r")
-    cut = await ask(session, [USER], max_tokens=1)
-    assert cut["content"] == "\ufffd"
-    await ask(session, [USER, cut, SURE])
+    answer = await ask(session, [USER])
+    assert answer["content"] == "\ufffdx"
+    await ask(session, [USER, answer, SURE])
     assert fresh(gateway, session.calls[1])
     assert session.calls[1].rerendered == "characters"
+
+
+@pytest.mark.parametrize("reasoning", ["template", "keep"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "An é",
+        "<think>the user",
+        "<think>\nthe é",
+        "<think>the user</think>The answer",
+        "<think>the user</think><tool_call>\n{",
+        TERSE + "\n" + TERSE[:30],
+        "<think>the user</think>" + TERSE + TERSE[:-1],
+    ],
+)
+async def test_turn_cut_off_anywhere_continues_as_it_was_sampled(
+    script: str, reasoning: ReasoningPolicy
+) -> None:
+    # The template closes what is open, and writes words before calls.
+    sampled = letters(script, end="")
+    sampled = sampled[:-1] if script.endswith("é") else sampled
+    gateway = gateway_of((*sampled, *encoded("x")), letters("ok"), reasoning=reasoning)
+    session = gateway.open_session("r")
+    cut = await ask(session, [USER], tools=[ADD_TOOL], max_tokens=len(sampled))
+    called = [call["id"] for call in cut.get("tool_calls", [])]
+    results = [{"role": "tool", "tool_call_id": id_, "content": "42"} for id_ in called]
+    await ask(session, [USER, {"content": None, **cut}, *results, SURE], tools=[ADD_TOOL])
+    edited = {"content": "", **cut}
+    edited["content"] += "!"
+    await ask(session, [USER, edited, *results, SURE], tools=[ADD_TOOL])
+    first, second, third = session.calls
+    assert first.finish_reason == "length"
+    assert continues(second, first)
+    assert second.rerendered is None
+    assert decoded(second.prompt_ids[second.reused_ids :]).startswith("<|im_end|>\n")
+    assert third.rerendered in ("text", "characters")
 
 
 async def test_every_choice_can_be_continued() -> None:

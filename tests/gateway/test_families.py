@@ -417,39 +417,48 @@ def test_template_without_tools_that_takes_no_message_without_content_gets_it() 
     assert renderer.render_text([USER, earlier], [ADD_TOOL]) == "user: 2+40?assistant: "
 
 
+ONE_CALL = "{%- if message.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}"
+
+
 @pytest.mark.parametrize(
-    ("shown", "left_out", "content", "count"),
+    ("calls", "guard"),
     [
-        # As GPT-OSS's and GigaChat's; as Phi-4-mini's in vLLM.
-        ("(message.tool_calls or [])[:1]", "some of several calls in a turn", None, 2),
-        (
-            "([] if content else message.tool_calls or [])",
-            "calls with words beside them",
-            "I add.",
-            1,
-        ),
+        ("(message.tool_calls or [])[:1]", ""),  # as GPT-OSS's and GigaChat's
+        ("message.tool_calls or []", ONE_CALL),  # as Llama 3.1's
     ],
 )
-async def test_call_that_the_template_would_leave_out_is_refused(
-    shown: str, left_out: str, content: str | None, count: int
+def test_calls_of_a_turn_are_shown_in_turn_by_a_template_that_takes_one(
+    calls: str, guard: str
 ) -> None:
-    template = TEMPLATE.replace("message.tool_calls or []", shown)
-    gateway = Gateway(
-        Scripted((1, 2)), ChatRenderer(tokenizer(), chat_template=template), model_name="tiny"
+    template = TEMPLATE.replace("message.tool_calls or []", calls).replace(
+        "{{- '<|im_start|>assistant\\n' }}\n        {%-",
+        f"{guard}{{{{- '<|im_start|>assistant\\n' }}}}\n        {{%-",
     )
-    session = gateway.open_session("r")
+    renderer = ChatRenderer(tokenizer(), chat_template=template)
+    plain = ChatRenderer(tokenizer(), chat_template=TEMPLATE)
+    turn = {"role": "assistant", "content": "I add."}
+    one, two = tool_call({"a": 1}, 1), tool_call({"a": 2}, 2)
+    first, second = (
+        {"role": "tool", "tool_call_id": call["id"], "content": call["id"]} for call in (one, two)
+    )
+    turns = [{**turn, "tool_calls": [one]}, first, {**turn, "content": None, "tool_calls": [two]}]
+    expected = plain.render_text([USER, *turns, second], [ADD_TOOL])
+    both = {**turn, "tool_calls": [one, two]}
+    for results in ([first, second], [second, first]):
+        assert renderer.render_text([USER, both, *results], [ADD_TOOL]) == expected
+    # A result that belongs to no call is not lost.
+    stray = {**first, "tool_call_id": "unknown"}
+    assert first["content"] in renderer.render_text([USER, both, stray], [ADD_TOOL])
 
-    def conversation(content: str | None, count: int) -> list[Any]:
-        calls = [tool_call({"a": index}, index) for index in range(count)]
-        results = [{"role": "tool", "tool_call_id": call["id"], "content": "3"} for call in calls]
-        return [USER, {"role": "assistant", "content": content, "tool_calls": calls}, *results]
 
-    await ask(session, conversation(None, 1), tools=[ADD_TOOL])
-    with pytest.raises(BadRequestError, match=f"drops {left_out} from the conversation") as no:
-        await ask(session, conversation(content, count), tools=[ADD_TOOL])
-    assert no.value.param == "messages"
-    assert len(session.calls) == 1
-    await gateway.aclose()
+def test_call_that_a_template_drops_beside_words_is_written_after_them() -> None:
+    # As Phi-4-mini's in vLLM.
+    dropping = "([] if content else message.tool_calls or [])"
+    template = TEMPLATE.replace("message.tool_calls or []", dropping)
+    renderer = ChatRenderer(tokenizer(), chat_template=template)
+    turn = {"role": "assistant", "content": "I add. ", "tool_calls": [tool_call({"a": 1})]}
+    text = renderer.render_text([USER, turn], [ADD_TOOL])
+    assert 'assistant\nI add. <tool_call>\n{"name": "add", "arguments": {"a": 1}}' in text
 
 
 def test_call_ids_have_the_form_that_the_templates_accept() -> None:
@@ -632,7 +641,7 @@ async def test_llama_call_keeps_its_ids_with_the_tag_and_the_end_that_it_chose(
     result = {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": "3"}
     await ask(session, [USER, answer, result], tools=[ADD_TOOL])
     earlier, later = session.calls
-    assert later.rerendered is None
+    assert later.rerendered == "end"
     assert later.prompt_ids[: later.reused_ids] == path(earlier)[:-1]
     glue = renderer.decode(later.prompt_ids[later.reused_ids :])
     assert glue.startswith(f"{rendered_end}<|start_header_id|>ipython")

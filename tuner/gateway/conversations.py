@@ -19,6 +19,9 @@ Under the policy `keep` a third case counts: the rendered turn is the same, but 
 missing. Whether the template or the agent left it out, the model reads what it wrote. The prompt
 before the turn may have opened the reasoning, which a history does not show: a piece that ends with
 the reasoning's tags is also found without them.
+
+A turn that the token limit cut off is found if both texts hold the same message, though the
+template closed what the model left open, or wrote the call that was cut off before the others.
 """
 
 from __future__ import annotations
@@ -159,14 +162,19 @@ def comparable(message: ParsedMessage, text: str) -> tuple[object, ...] | None:
             if start < 0:
                 return None
             spoken = start + len(part)
+    calls = _calls(message)
+    return None if calls is None else (text[:spoken], message.content, message.reasoning, calls)
+
+
+def _calls(message: ParsedMessage) -> list[Any] | None:
+    """The names and arguments of the message's calls; None if arguments are not JSON."""
     try:
-        calls: list[Any] = [
+        return [
             (call.name, json_text(json_value(call.arguments), sort_keys=True))
             for call in message.tool_calls
         ]
     except (ValueError, RecursionError):
         return None
-    return (text[:spoken], message.content, message.reasoning, calls)
 
 
 _REPLACEMENT = "\ufffd"  # decoding of bytes that are no character
@@ -205,6 +213,7 @@ class _Completion:
         prompt_ids, ids: Prompt and completion, as sampled.
         text: Text of the completion; None if it contains parts of characters, "" at the root.
         end: The special token at its end, if any.
+        cut_off: Whether it reached its maximum length.
         opened: Whether the prompt has opened the reasoning.
         tools: Tools offered to the model, for parsing its calls.
         turns: Assistant turns in the conversation up to here.
@@ -217,6 +226,7 @@ class _Completion:
     ids: tuple[int, ...] = ()
     text: str | None = ""
     end: int | None = None
+    cut_off: bool = False
     opened: bool = False
     tools: Tools = ()
     turns: int = 0
@@ -266,7 +276,7 @@ class Conversations:
         self._renderer = renderer
         self._opener = cache(partial(opener, renderer))
         self._root = _Completion()
-        self._unread: deque[tuple[Prompt, tuple[int, ...], Tools]] = deque()
+        self._unread: deque[tuple[Prompt, tuple[int, ...], Tools, bool]] = deque()
 
     def prompt(
         self, text: str, turns: int, messages: Sequence[Message] = (), *, limit: int | None = None
@@ -301,6 +311,8 @@ class Conversations:
                 ids = special.encode_after(match.end, rest)
             if ids is not None:
                 why = None if found.turns == turns else obstacle
+                if why is None and match.end != found.end:
+                    why = "end"
                 again = self._recomputed(text, messages) if why == "text" else 0
                 reused = match.ids
                 return Prompt(
@@ -315,17 +327,25 @@ class Conversations:
         """The prompt with exactly these ids, shape [P]."""
         return Prompt(ids, 0, None, 0, self._root, "")
 
-    def add(self, prompt: Prompt, completion_ids: tuple[int, ...], *, tools: Tools) -> None:
+    def add(
+        self,
+        prompt: Prompt,
+        completion_ids: tuple[int, ...],
+        *,
+        tools: Tools,
+        cut_off: bool = False,
+    ) -> None:
         """Remember a committed call; safe while a prompt is made in another thread.
 
         Args:
             prompt: As returned by `prompt`.
             completion_ids: The ids sampled after it, shape [T].
             tools: Tools offered to the model; without any, no tool calls are parsed.
+            cut_off: Whether it reached its maximum length.
         """
-        self._unread.append((prompt, completion_ids, tools))
+        self._unread.append((prompt, completion_ids, tools, cut_off))
 
-    def _read(self, prompt: Prompt, ids: tuple[int, ...], tools: Tools) -> None:
+    def _read(self, prompt: Prompt, ids: tuple[int, ...], tools: Tools, cut_off: bool) -> None:
         siblings = prompt.after.asked.setdefault(prompt.text, [])
         if any(known.ids == ids and known.prompt_ids == prompt.ids for known in siblings):
             return
@@ -334,22 +354,29 @@ class Conversations:
             _Completion(
                 prompt_ids=prompt.ids,
                 ids=ids,
-                text=self._text_of(prompt.ids, ids),
-                end=ids[-1] if ids and ids[-1] in special.ids else None,
+                text=self._text_of(prompt.ids, ids, cut_off=cut_off),
+                end=ids[-1] if ids and ids[-1] in special.ids and not cut_off else None,
+                cut_off=cut_off,
                 opened=self._renderer.opened_reasoning(prompt.ids),
                 tools=tools,
                 turns=prompt.turns + 1,
             )
         )
 
-    def _text_of(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> str | None:
-        """The completion's text in its context, or None if its bytes are not text."""
+    def _text_of(
+        self, prompt_ids: Sequence[int], ids: Sequence[int], *, cut_off: bool
+    ) -> str | None:
+        """The completion's text in its context, or None if its bytes are not text.
+
+        The character in which the limit cut it off is the replacement that its reader saw.
+        """
         context = list(prompt_ids[-CONTEXT:])
         before = self._renderer.decode(context)
         whole = self._renderer.decode([*context, *ids])
         # The context's own first token may be part of a character; the completion's must not be.
         text = whole[len(before) :]
-        return text if whole.startswith(before) and _REPLACEMENT not in text else None
+        certain = text.rstrip(_REPLACEMENT) if cut_off else text
+        return text if whole.startswith(before) and _REPLACEMENT not in certain else None
 
     def _recomputed(self, text: str, messages: Sequence[Message]) -> int:
         """Ids of the turns in `text` that lack only their reasoning: the cost of `template`."""
@@ -394,9 +421,11 @@ class Conversations:
         if not text.startswith(asked, match.position):
             return None
         exact = [m for c in completions if (m := self._exact(c, text, start)) is not None]
-        return exact or [
-            m for c in completions if (m := self._same_message(c, text, start)) is not None
-        ]
+        return (
+            exact
+            or [m for c in completions if (m := self._same_message(c, text, start)) is not None]
+            or [m for c in completions if (m := self._closed(c, text, start)) is not None]
+        )
 
     def _said_again(
         self,
@@ -423,6 +452,9 @@ class Conversations:
             after = start + len(tags)
             exact = [m for c in completions if (m := self._exact(c, text, after)) is not None]
         kept = [m for c in completions if (m := self._reasoned(c, text, start, tags, known))]
+        if not (exact or kept) and text.startswith(tags, start):
+            after = start + len(tags)
+            exact = [m for c in completions if (m := self._closed(c, text, after)) is not None]
         if not (known and kept):
             as_it_was = {m.completion for m in exact}
             kept = exact + [m for m in kept if m.completion not in as_it_was]
@@ -524,6 +556,26 @@ class Conversations:
                 past = stop if token is None else stop + len(special.text(token))
                 return _Match(completion, past, token)
         return None
+
+    def _closed(self, completion: _Completion, text: str, start: int) -> _Match | None:
+        """The completion that was cut off, in place of the turn at `start` with its message."""
+        if completion.text is None or not completion.cut_off:
+            return None
+        ours = self._said(completion, completion.text)
+        for stop, token in self._ends(completion, text, start):
+            if ours is not None and ours == self._said(completion, text[start:stop]):
+                return _Match(completion, stop, token)
+        return None
+
+    def _said(self, completion: _Completion, text: str) -> tuple[object, ...] | None:
+        """A key of the message of a cut-off completion; None for one of words alone."""
+        message = self._renderer.parse_text(
+            text, tools=completion.tools, opened=completion.opened
+        )
+        calls = _calls(message)
+        if calls is None or not (calls or message.reasoning):
+            return None
+        return ((message.reasoning or "").strip(), (message.content or "").strip(), calls)
 
     def _message(self, completion: _Completion, text: str) -> tuple[object, ...] | None:
         parsed = self._renderer.parse_text(text, tools=completion.tools, opened=completion.opened)

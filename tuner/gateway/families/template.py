@@ -453,8 +453,9 @@ def turn_form(
     if shown(form, both, result, another) is None:
         joined = replace(form, calls="joined", **parts)
         text = shown(joined, both, result, another) if joined.after else None
-        read = text is not None and len(parse(text).tool_calls) == 2
-        form = joined if read else replace(form, calls="in turn")
+        read = parse(text[: text.rindex(joined.after)]) if text else ParsedMessage(None)
+        several = len(read.tool_calls) == 2 and read.content is None
+        form = joined if several else replace(form, calls="in turn")
     return form
 
 
