@@ -159,7 +159,7 @@ def verdict(template: str, speech: Speech = merging) -> Verdict:
             break
         try:
             renderer = ChatRenderer(
-                _spoken(template, speech),
+                speech_of(template, speech),
                 chat_template=template,
                 tool_call_parser=parser,
                 reasoning_parser=reasoning,
@@ -170,7 +170,7 @@ def verdict(template: str, speech: Speech = merging) -> Verdict:
         return _met(renderer, parser, reasoning)
     assert "nor any other" in refusal
     renderer = ChatRenderer(
-        _spoken(template, speech),
+        speech_of(template, speech),
         chat_template=template,
         tool_call_parser="none",
         reasoning_parser=reasoning,
@@ -346,7 +346,7 @@ def _reasoning_parser(template: str) -> str:
     return "deepseek_r1" if "think>" in template else "none"
 
 
-def _spoken(template: str, speech: Speech) -> PreTrainedTokenizerFast:
+def speech_of(template: str, speech: Speech) -> PreTrainedTokenizerFast:
     """A copy of the tokenizer that has the template's tokens as special ones."""
     spoken = deepcopy(speech())
     named = sorted(set(_SPECIAL.findall(template)) - {"<|im_start|>", "<|im_end|>"})

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import re
 from copy import deepcopy
@@ -17,14 +19,17 @@ from openai import BadRequestError
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from tests.gateway.drift import USER, Scripted, ask, continues, path
-from tests.gateway.families import DEEPSEEK, FAMILIES, TEMPLATES, Family, texts, turn
+from tests.gateway.drift import USER, Scripted, ask, continues, merging, path
+from tests.gateway.families import DEEPSEEK, FAMILIES, REAL, TEMPLATES, Family, texts, turn
+from tests.gateway.template_matrix import spelled, speech_of
 from tests.kit.examples import few
 from tests.kit.toy import ADD_TOOL, TEMPLATE, tokenizer
 from tuner.errors import ConfigError
 from tuner.gateway import ChatRenderer, Gateway
 from tuner.gateway.families.parsing import TOOL_CALL_PARSERS, ParsedToolCall
+from tuner.gateway.request_error import RequestError
 from tuner.gateway.requests import check_messages
+from tuner.traces import ReasoningPolicy
 
 ANY_TOOL = {
     "type": "function",
@@ -646,3 +651,183 @@ async def test_llama_call_keeps_its_ids_with_the_tag_and_the_end_that_it_chose(
     glue = renderer.decode(later.prompt_ids[later.reused_ids :])
     assert glue.startswith(f"{rendered_end}<|start_header_id|>ipython")
     await gateway.aclose()
+
+
+def gateway_with(
+    family: Family, policy: ReasoningPolicy, *said: tuple[str, str, int]
+) -> tuple[Gateway, list[tuple[int, ...]]]:
+    """A gateway whose model says these turns, and no more; their ids, letter by letter."""
+    template = (TEMPLATES / f"{family.template}.jinja").read_text(encoding="utf-8")
+    renderer = ChatRenderer(
+        speech_of(template, merging),
+        chat_template=template,
+        tool_call_parser=family.tool_call_parser,
+        reasoning_parser=family.reasoning_parser,
+    )
+    opened = renderer.opened_reasoning(renderer.encode(renderer.render_text([USER], [])))
+    texts = [family.says(*turn, opened=opened) if any(turn) else "" for turn in said]
+    ids = [spelled(renderer, text) for text in texts]
+    ended = [spelled(renderer, text + family.end) for text in texts]
+    return Gateway(Scripted(*ended), renderer, model_name="tiny", reasoning=policy), ids
+
+
+def echo(answer: dict[str, Any]) -> list[dict[str, Any]]:
+    """The answer as a client sends it back, and what follows it."""
+    calls = enumerate(answer.get("tool_calls", []))
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "content": f"{number} is it."}
+        for number, call in calls
+    ]
+    return [{"content": None, **answer}, *(results or [USER])]
+
+
+# Reasoning, words, number of calls, and how many letters from its end the turn is cut off.
+TURNS = [
+    ("Hm.", "It is so.", 0, 12),
+    ("Hm.", "It is so.", 0, 2),
+    ("Hm, hm.", "", 0, 14),
+    ("", "It is so.", 0, 2),
+    ("Hm.", "", 1, 3),
+    ("Hm.", "", 2, 3),
+    ("Hm.", "I add.", 1, 0),
+    ("Hm.", "I add.", 2, 0),
+    ("", "I add.", 2, 0),
+    ("Hm.", "", 2, 0),
+    ("", "", 1, 0),
+    ("Hm.", "", 0, 0),
+    ("", "", 0, 0),
+]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *REAL], ids=lambda family: family.name)
+@settings(deadline=None, max_examples=few(8))
+@given(
+    turns=st.lists(st.sampled_from(TURNS), min_size=6, max_size=6, unique=True),
+    keep=st.booleans(),
+    returned=st.booleans(),
+)
+def test_whatever_is_answered_can_be_sent_back(
+    family: Family, turns: list[tuple[str, str, int, int]], keep: bool, returned: bool
+) -> None:
+    keep = keep and family.reasoning_parser != "none"
+    asyncio.run(_echoed(family, turns, "keep" if keep else "template", returned=returned))
+
+
+async def _echoed(
+    family: Family,
+    turns: list[tuple[str, str, int, int]],
+    policy: ReasoningPolicy,
+    *,
+    returned: bool,
+) -> None:
+    gateway, ids = gateway_with(family, policy, *(turn[:3] for turn in turns))
+    session = gateway.open_session("r")
+    messages: list[Any] = [USER]
+    for said, (*_, cut) in zip(ids, turns, strict=True):
+        limit = {"max_tokens": max(1, len(said) - cut)} if cut else {}
+        answer = await ask(session, messages, tools=[ADD_TOOL], **limit)
+        if not returned:
+            answer.pop("reasoning_content", None)
+        messages += echo(answer)
+    await ask(session, messages, tools=[ADD_TOOL])
+    assert len(session.calls) == len(turns) + 1
+    renderer = gateway.renderer
+    for earlier, later in itertools.pairwise(session.calls):
+        # It continues the earlier call, or says why not.
+        whole = path(earlier)
+        if later.rerendered is None:
+            assert later.reused_ids == len(whole)
+            assert later.prompt_ids[: len(whole)] == whole
+        else:
+            assert later.rerendered == "end" or later.prompt_ids[: len(whole)] != whole
+            assert later.reused_ids < len(whole)
+        rest = renderer.decode(later.prompt_ids[later.reused_ids :])
+        text = renderer.render_text(later.messages, later.tools)
+        assert text == rest if not later.reused_ids else text.endswith(rest)
+    await gateway.aclose()
+
+
+def family_named(name: str) -> Family:
+    (family,) = (family for family in (*FAMILIES, *REAL) if family.name == name)
+    return family
+
+
+HARMONY = ("gpt_oss", "real/openai-gpt-oss-120b")
+
+
+@pytest.mark.parametrize("policy", ["template", "keep"])
+@pytest.mark.parametrize(
+    ("name", "said", "tools"),
+    [
+        *[(name, ("Hm.", "I add.", 1), [ADD_TOOL]) for name in HARMONY],
+        *[(name, ("Hm.", "", 2), [ADD_TOOL]) for name in HARMONY],
+        *[(name, ("", "I add.", 1), [ADD_TOOL]) for name in HARMONY],
+        *[(name, ("Hm.", "I add.", 3), [ADD_TOOL]) for name in HARMONY],
+        ("mistral_v3", ("", "I add. ", 1), [ADD_TOOL]),
+        ("mistral_v3", ("", "", 0), []),
+        ("mistral_v11", ("", "", 0), []),
+        ("mistral_v13", ("", "", 0), [ADD_TOOL]),
+        ("qwen2_5", ("", "", 0), [ADD_TOOL]),
+    ],
+)
+async def test_turn_that_the_template_does_not_take_continues_as_it_was_sampled(
+    name: str, said: tuple[str, str, int], tools: list[Any], policy: ReasoningPolicy
+) -> None:
+    family = family_named(name)
+    if policy == "keep" and family.reasoning_parser == "none":
+        pytest.skip("nothing to keep")
+    gateway, _ = gateway_with(family, policy, said)
+    session = gateway.open_session("r")
+    answer = await ask(session, [USER], tools=tools)
+    assert len(answer.get("tool_calls", [])) == said[2]
+    assert (answer.get("content") or "") == said[1]
+    await ask(session, [USER, *echo(answer)], tools=tools)
+    earlier, later = session.calls
+    assert later.rerendered is None
+    assert continues(later, earlier)
+    # Elsewhere it is rendered as the model writes it.
+    other = gateway.open_session("other")
+    await ask(other, [USER, *echo(answer)], tools=tools)
+    assert other.calls[0].rerendered == "text"
+    renderer = gateway.renderer
+    text = renderer.decode(other.calls[0].prompt_ids)
+    begin = len(renderer.decode(earlier.prompt_ids))
+    rest = renderer.decode(later.prompt_ids[later.reused_ids :])
+    turn = text[begin : len(text) - len(rest)].removesuffix(family.end)
+    read = renderer.parse_text(turn, tools=tools, opened=False)
+    assert (read.reasoning or "", read.content or "", len(read.tool_calls)) == said
+    await gateway.aclose()
+
+
+def test_results_of_calls_in_one_turn_keep_the_names_of_their_tools() -> None:
+    renderer = family_named("gpt_oss").renderer()
+    mul = deepcopy(ADD_TOOL)
+    mul["function"]["name"] = "mul"
+    one, two = tool_call({"a": 1}, 1), tool_call({"a": 2}, 2)
+    two["function"]["name"] = "mul"
+    calls = {"role": "assistant", "content": "I try.", "tool_calls": [one, two]}
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "content": content}
+        for call, content in ((two, "8"), (one, "3"))
+    ]
+    final = {"role": "assistant", "content": "Done."}
+    for after in ([], [final, USER]):
+        text = renderer.render_text([USER, calls, *results, *after], [ADD_TOOL, mul])
+        assert (
+            "<|start|>assistant<|channel|>commentary<|message|>I try.<|end|>"
+            '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>'
+            '<|start|>assistant to=functions.mul<|channel|>commentary json<|message|>{"a": 2}<|call|>'
+            '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"3"<|end|>'
+            '<|start|>functions.mul to=assistant<|channel|>commentary<|message|>"8"<|end|>'
+        ) in text
+
+
+@pytest.mark.parametrize("field", ["content", "reasoning_content"])
+def test_tags_in_a_text_are_no_reason_to_refuse_the_turn(field: str) -> None:
+    renderer = family_named("gpt_oss").renderer()
+    text = "x<|channel|>final<|message|>y"
+    turn = {"role": "assistant", "content": "", field: text}
+    shown = renderer.render_text([USER, turn, USER], [])
+    assert (f"<|channel|>final<|message|>{text}<|end|>" in shown) is (field == "content")
+    with pytest.raises(RequestError, match="no such word"):  # what it refuses of others stays so
+        ChatRenderer(tokenizer()).render_text([{"role": "user", "content": "forbidden"}], [])

@@ -20,15 +20,15 @@ missing. Whether the template or the agent left it out, the model reads what it 
 before the turn may have opened the reasoning, which a history does not show: a piece that ends with
 the reasoning's tags is also found without them.
 
-A turn that the token limit cut off is found if both texts hold the same message, though the
-template closed what the model left open, or wrote the call that was cut off before the others.
+A turn that the token limit cut off is found if the agent returned its message: the template may
+close what the model left open, or write a call that was cut off before the whole ones.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -162,16 +162,15 @@ def comparable(message: ParsedMessage, text: str) -> tuple[object, ...] | None:
             if start < 0:
                 return None
             spoken = start + len(part)
-    calls = _calls(message)
+    calls = _calls((call.name, call.arguments) for call in message.tool_calls)
     return None if calls is None else (text[:spoken], message.content, message.reasoning, calls)
 
 
-def _calls(message: ParsedMessage) -> list[Any] | None:
-    """The names and arguments of the message's calls; None if arguments are not JSON."""
+def _calls(calls: Iterable[tuple[str, str]]) -> list[tuple[str, str]] | None:
+    """Names and arguments in one form; None if arguments are not JSON."""
     try:
         return [
-            (call.name, json_text(json_value(call.arguments), sort_keys=True))
-            for call in message.tool_calls
+            (name, json_text(json_value(arguments), sort_keys=True)) for name, arguments in calls
         ]
     except (ValueError, RecursionError):
         return None
@@ -286,8 +285,9 @@ class Conversations:
         Args:
             text: As rendered by the template.
             turns: Number of its assistant turns.
-            messages: The messages that it was rendered from. Under `keep`, returned reasoning
-                distinguishes completions that are otherwise equal.
+            messages: The messages that it was rendered from. They show whether a cut-off turn was
+                returned; under `keep`, returned reasoning distinguishes completions that are
+                otherwise equal.
             limit: Tokens of the context; None for a prompt of any length.
 
         Raises:
@@ -298,8 +298,7 @@ class Conversations:
         while self._unread:
             self._read(*self._unread.popleft())
         keep = self.reasoning == "keep"
-        sent = sent_reasoning(self._renderer, messages) if keep else []
-        match, obstacle = self._find(text, sent, keep=keep)
+        match, obstacle = self._find(text, messages, keep=keep)
         found = match.completion
         rest = text[match.position :]
         if found is not self._root:
@@ -382,18 +381,22 @@ class Conversations:
         """Ids of the turns in `text` that lack only their reasoning: the cost of `template`."""
         if self.reasoning == "keep" or not self._renderer.reads_reasoning:
             return 0
-        match, _ = self._find(text, sent_reasoning(self._renderer, messages), keep=True)
+        match, _ = self._find(text, messages, keep=True)
         if match.lacks_from is None:
             return 0
         return len(self._renderer.encode(text[match.lacks_from : match.position]))
 
-    def _find(self, text: str, sent: Sequence[str], *, keep: bool) -> tuple[_Match, Rerendered]:
+    def _find(
+        self, text: str, messages: Sequence[Message], *, keep: bool
+    ) -> tuple[_Match, Rerendered]:
         """The completion that reaches furthest into `text`; among equal ones the earliest
         committed.
 
         Returns:
             The match (the root at 0 if there is none), and why the search ended there.
         """
+        answers = [message for message in messages if message["role"] == "assistant"]
+        sent = sent_reasoning(self._renderer, answers) if keep else []
         best = _Match(self._root, 0, None)
         obstacle: Rerendered = "text"
         frontier = [best]
@@ -405,6 +408,9 @@ class Conversations:
                     found = self._rendered_again(match, asked, completions, text)
                 if found is None:
                     continue
+                after = match.position + len(asked)
+                if not found and text.startswith(asked, match.position):
+                    found = [m for c in completions if (m := self._closed(c, text, after, answers))]
                 if not found and any(c.text is None for c in completions):
                     obstacle = "characters"
                 frontier += found
@@ -421,11 +427,9 @@ class Conversations:
         if not text.startswith(asked, match.position):
             return None
         exact = [m for c in completions if (m := self._exact(c, text, start)) is not None]
-        return (
-            exact
-            or [m for c in completions if (m := self._same_message(c, text, start)) is not None]
-            or [m for c in completions if (m := self._closed(c, text, start)) is not None]
-        )
+        return exact or [
+            m for c in completions if (m := self._same_message(c, text, start)) is not None
+        ]
 
     def _said_again(
         self,
@@ -452,9 +456,6 @@ class Conversations:
             after = start + len(tags)
             exact = [m for c in completions if (m := self._exact(c, text, after)) is not None]
         kept = [m for c in completions if (m := self._reasoned(c, text, start, tags, known))]
-        if not (exact or kept) and text.startswith(tags, start):
-            after = start + len(tags)
-            exact = [m for c in completions if (m := self._closed(c, text, after)) is not None]
         if not (known and kept):
             as_it_was = {m.completion for m in exact}
             kept = exact + [m for m in kept if m.completion not in as_it_was]
@@ -557,25 +558,35 @@ class Conversations:
                 return _Match(completion, past, token)
         return None
 
-    def _closed(self, completion: _Completion, text: str, start: int) -> _Match | None:
-        """The completion that was cut off, in place of the turn at `start` with its message."""
-        if completion.text is None or not completion.cut_off:
+    def _closed(
+        self, completion: _Completion, text: str, start: int, answers: Sequence[Message]
+    ) -> _Match | None:
+        """The cut-off completion in place of the turn at `start`, if its message was sent back."""
+        index = completion.turns - 1
+        if completion.text is None or not completion.cut_off or index >= len(answers):
             return None
-        ours = self._said(completion, completion.text)
+        ours = self._renderer.parse_text(
+            completion.text, tools=completion.tools, opened=completion.opened
+        )
+        reasoning, words = said(answers[index])
+        sent = [call["function"] for call in answers[index].get("tool_calls") or ()]
+        calls = _calls((call["name"], call["arguments"]) for call in sent)
+        if (
+            words != (ours.content or "")
+            or (reasoning or ours.reasoning) != ours.reasoning
+            or calls != _calls((call.name, call.arguments) for call in ours.tool_calls)
+        ):
+            return None
+        whole = [(ours.reasoning or "").strip(), "" if calls else words.strip()]
         for stop, token in self._ends(completion, text, start):
-            if ours is not None and ours == self._said(completion, text[start:stop]):
+            turn = text[start:stop]
+            shown = self._renderer.parse_text(
+                turn, tools=completion.tools, opened=completion.opened
+            )
+            called = _calls((call.name, call.arguments) for call in shown.tool_calls)
+            if called == calls and all(part in turn for part in whole):
                 return _Match(completion, stop, token)
         return None
-
-    def _said(self, completion: _Completion, text: str) -> tuple[object, ...] | None:
-        """A key of the message of a cut-off completion; None for one of words alone."""
-        message = self._renderer.parse_text(
-            text, tools=completion.tools, opened=completion.opened
-        )
-        calls = _calls(message)
-        if calls is None or not (calls or message.reasoning):
-            return None
-        return ((message.reasoning or "").strip(), (message.content or "").strip(), calls)
 
     def _message(self, completion: _Completion, text: str) -> tuple[object, ...] | None:
         parsed = self._renderer.parse_text(text, tools=completion.tools, opened=completion.opened)

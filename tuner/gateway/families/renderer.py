@@ -400,7 +400,9 @@ class ChatRenderer:
         if self._unseen_tools and (tools or used) and add_generation_prompt:
             _log.warning("%s", self._unseen_tools)
             self._unseen_tools = None  # logged once
-        if self._form.words == "refused" and any(m.get("tool_calls") and said(m)[1] for m in messages):
+        if self._form.words == "refused" and any(
+            m.get("tool_calls") and said(m)[1] for m in messages
+        ):
             raise RequestError(
                 "the model's chat template drops calls with words beside them from the "
                 "conversation: set model.chat_template_path to one that shows them",
