@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.gateway.drift import USER, Scripted, ask, continues, merging, path
 from tests.gateway.families import DEEPSEEK, FAMILIES, REAL, TEMPLATES, Family, texts, turn
-from tests.gateway.template_matrix import spelled, speech_of
+from tests.gateway.template_matrix import speech_of, spelled
 from tests.kit.examples import few
 from tests.kit.toy import ADD_TOOL, TEMPLATE, tokenizer
 from tuner.errors import ConfigError
@@ -664,7 +664,7 @@ def gateway_with(
         tool_call_parser=family.tool_call_parser,
         reasoning_parser=family.reasoning_parser,
     )
-    opened = renderer.opened_reasoning(renderer.encode(renderer.render_text([USER], [])))
+    opened = renderer.opened_reasoning(renderer.encode(renderer.render_text([USER], [ADD_TOOL])))
     texts = [family.says(*turn, opened=opened) if any(turn) else "" for turn in said]
     ids = [spelled(renderer, text) for text in texts]
     ended = [spelled(renderer, text + family.end) for text in texts]
@@ -813,12 +813,14 @@ def test_results_of_calls_in_one_turn_keep_the_names_of_their_tools() -> None:
     final = {"role": "assistant", "content": "Done."}
     for after in ([], [final, USER]):
         text = renderer.render_text([USER, calls, *results, *after], [ADD_TOOL, mul])
+        called = "<|start|>assistant to=functions.{}<|channel|>commentary json<|message|>{}<|call|>"
+        result = '<|start|>functions.{} to=assistant<|channel|>commentary<|message|>"{}"<|end|>'
         assert (
             "<|start|>assistant<|channel|>commentary<|message|>I try.<|end|>"
-            '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>'
-            '<|start|>assistant to=functions.mul<|channel|>commentary json<|message|>{"a": 2}<|call|>'
-            '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"3"<|end|>'
-            '<|start|>functions.mul to=assistant<|channel|>commentary<|message|>"8"<|end|>'
+            + called.format("add", '{"a": 1}')
+            + called.format("mul", '{"a": 2}')
+            + result.format("add", 3)
+            + result.format("mul", 8)
         ) in text
 
 

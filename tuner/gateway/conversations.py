@@ -31,7 +31,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any
 
 from tuner.encoding import json_text
 from tuner.gateway.families.parsing import ParsedMessage, Tools, json_value
