@@ -10,6 +10,7 @@ import itertools
 import json
 import re
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -699,7 +700,11 @@ TURNS = [
 ]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *REAL], ids=lambda family: family.name)
+# The default parser, with a template that shows no reasoning.
+REASONING = replace(FAMILIES[0], reasoning_parser="deepseek_r1")
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *REAL, REASONING], ids=lambda family: family.name)
 @settings(deadline=None, max_examples=few(8))
 @given(
     turns=st.lists(st.sampled_from(TURNS), min_size=6, max_size=6, unique=True),
