@@ -804,6 +804,24 @@ async def test_turn_that_the_template_does_not_take_continues_as_it_was_sampled(
     await gateway.aclose()
 
 
+def test_a_mark_is_no_word_of_the_conversation() -> None:
+    renderer = family_named("mistral_v13").renderer()
+    word = {"role": "user", "content": "mark0q0x mark1q1x"}
+    turns = [word, {"role": "assistant", "content": ""}] * 2
+    text = renderer.render_text([*turns, word], [])
+    assert text.count("mark0q0x mark1q1x") == 3
+    assert text.count("mark") == 6
+
+
+def test_an_argument_may_hold_the_end_of_a_call() -> None:
+    renderer = family_named("gpt_oss").renderer()
+    calls = [tool_call({"word": f"<|call|>{number}"}, number) for number in range(2)]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "3"} for call in calls]
+    turn = {"role": "assistant", "content": None, "tool_calls": calls}
+    text = renderer.render_text([USER, turn, *results], [ADD_TOOL])
+    assert all(f'{{"word": "<|call|>{number}"}}<|call|>' in text for number in range(2))
+
+
 def test_results_of_calls_in_one_turn_keep_the_names_of_their_tools() -> None:
     renderer = family_named("gpt_oss").renderer()
     mul = deepcopy(ADD_TOOL)

@@ -267,10 +267,6 @@ def tools_obstacle(apply: ApplyTemplate, form: TemplateForm) -> Obstacle | None:
     return None
 
 
-_MARK: Final = "mark7q{}x"
-"""In place of a text while the template writes what is around it."""
-
-
 def render(
     apply: ApplyTemplate,
     messages: Sequence[Message],
@@ -290,7 +286,7 @@ def render(
         developer_role: The template knows the role "developer".
         options: Keywords of the template.
     """
-    marks = _Marks(form)
+    marks = _Marks(form, messages, tools)
     turns = list(marks.taken_apart(messages))
     shaped = for_template(turns, form, developer_role=developer_role)
     try:
@@ -299,92 +295,109 @@ def render(
         # Some templates refuse an empty turn, or tags in a text: these are shown a word instead.
         for empty in (True, False):
             hidden = [marks.hidden(message, only_empty=empty) for message in shaped]
-            with suppress(Exception):
-                text = apply(hidden, tools, **options)
-                if hidden != shaped and all(said(m)[1] in text for m in hidden if m not in shaped):
-                    return marks.put_back(text)
+            if hidden != shaped:
+                with suppress(Exception):
+                    text = apply(hidden, tools, **options)
+                    if all(said(m)[1] in text for m in hidden if m not in shaped):
+                        return marks.put_back(text)
         raise
     return marks.put_back(text)
 
 
 class _Marks:
-    """Texts that a template is not shown, and their places in what it writes."""
+    """Texts that a template is not shown, and their places in what it writes.
 
-    def __init__(self, form: TemplateForm) -> None:
+    A mark is a word that is nowhere else in the conversation. It stands for a text, or precedes the
+    name of a call, to show where the template wrote it.
+    """
+
+    def __init__(self, form: TemplateForm, messages: Sequence[Message], tools: Tools) -> None:
         self._form = form
-        self._hidden: list[str] = []
-        self._words: list[tuple[str, str]] = []  # the mark in the name of a call, and its words
-        self._joined: list[list[str]] = []  # the marks in the names of the calls of a turn
+        self._conversation = (messages, tools)
+        self._texts: dict[str, str] = {}  # by their marks
+        self._words: dict[str, str] = {}  # by the mark of the call that follows them
+        self._joined: list[list[str]] = []  # the marks of the calls of a turn
 
     def taken_apart(self, messages: Sequence[Message]) -> Iterator[Message]:
         """The messages in the form's way with several calls in a turn, and words beside them."""
-        place = 0
+        form, place = self._form, 0
         while place < len(messages):
             message = messages[place]
             place += 1
             calls = message.get("tool_calls") or []
-            apart = calls and self._form.words == "apart" and said(message)[1]
-            several = len(calls) > 1 and self._form.calls != "together"
-            if not (apart or several):
-                yield message
-                continue
-            marks = [self._mark("") for _ in calls]
-            if apart:
-                self._words.append((marks[0], said(message)[1]))
-                message = {**message, "content": None}
-            if apart or self._form.calls == "joined":
+            words = said(message)[1] if calls and form.words == "apart" else ""
+            several = len(calls) > 1 and form.calls != "together"
+            joined = several and form.calls == "joined"
+            if any(form.after in call["function"]["arguments"] for call in calls):
+                joined = False  # the end of the call would not be found
+            if words or joined:
+                marks = [self._mark("") for _ in calls]
                 calls = [_named(call, mark) for call, mark in zip(calls, marks, strict=True)]
+                self._joined += [marks] if joined else []
+            if words:
+                self._words[marks[0]] = words
+                message = {**message, "content": None}
             if not several:
-                yield {**message, "tool_calls": calls}
+                yield {**message, "tool_calls": calls} if calls else message
                 continue
-            if self._form.calls == "joined":
-                self._joined.append(marks)
             results: list[Message] = []
             while place < len(messages) and messages[place]["role"] == "tool":
                 results.append(messages[place])
                 place += 1
             for index, call in enumerate(calls):
                 yield {**(message if index == 0 else _TURN), "tool_calls": [call]}
-                id_ = call.get("id")
-                last = index == len(calls) - 1
-                yield from (one for one in results if last or one["tool_call_id"] == id_)
-                results = [one for one in results if one["tool_call_id"] != id_]
+                own = [one for one in results if one["tool_call_id"] == call.get("id")]
+                results = [one for one in results if one not in own]
+                yield from own
+            yield from results
 
     def hidden(self, message: Message, *, only_empty: bool) -> Message:
         """The message with marks for its texts, or for no text at all."""
         if message["role"] != "assistant":
             return message
         texts = {key: message[key] for key in _TEXTS if isinstance(message.get(key), str)}
-        if message.get("tool_calls") or (only_empty and texts.get("content")):
+        if message.get("tool_calls"):
             texts.pop("content", None)
         if only_empty:
-            texts = {key: text for key, text in texts.items() if key == "content"}
+            texts = {key: text for key, text in texts.items() if key == "content" and not text}
         return {**message, **{key: self._mark(text) for key, text in texts.items()}}
 
     def put_back(self, text: str) -> str:
-        """The template's text with each text in its place."""
+        """The template's text with each text in its place; turns that it left out stay out."""
         form = self._form
-        for first, *others in self._joined:
-            end = self._end(text, first)
-            for mark in others:
-                begin = text.index(mark) - len(form.prompt + form.before)
-                stop = self._end(text, mark)
+        for marks in self._joined:
+            shown = [mark for mark in marks if mark in text]
+            end = self._end(text, shown[0]) if shown else 0
+            for mark in shown[1:]:
+                begin, stop = self._begin(text, mark, form.prompt), self._end(text, mark)
                 text = text[:end] + text[begin:stop] + text[end:begin] + text[stop:]
                 end += stop - begin
-        for mark, words in self._words:
-            place = text.index(mark) - len(form.before)
-            text = text[:place] + words.join(form.around) + text[place:]
-        for index, hidden in reversed([*enumerate(self._hidden)]):
-            text = text.replace(_MARK.format(index), hidden)
+        for mark, words in self._words.items():
+            if mark in text:
+                place = self._begin(text, mark)
+                text = text[:place] + words.join(form.around) + text[place:]
+        for mark, hidden in reversed(self._texts.items()):
+            text = text.replace(mark, hidden)
         return text
+
+    def _begin(self, text: str, mark: str, prompt: str = "") -> int:
+        """The start of the call whose name has the mark, or of the prompt before it."""
+        head, place = prompt + self._form.before, text.index(mark)
+        if not text[:place].endswith(head):
+            raise ValueError("it begins a tool call in several ways")
+        return place - len(head)
 
     def _end(self, text: str, mark: str) -> int:
         """The end of the call whose name has the mark."""
         return text.index(self._form.after, text.index(mark)) + len(self._form.after)
 
     def _mark(self, text: str) -> str:
-        self._hidden.append(text)
-        return _MARK.format(len(self._hidden) - 1)
+        if not self._texts:
+            known = repr(self._conversation)
+            self._word = next(w for n in itertools.count() if (w := f"mark{n}q") not in known)
+        mark = f"{self._word}{len(self._texts)}x"
+        self._texts[mark] = text
+        return mark
 
 
 _TEXTS: Final = ("content", "reasoning_content", "reasoning")
@@ -397,6 +410,7 @@ def _named(call: dict[str, Any], mark: str) -> dict[str, Any]:
 
 
 _WORDS: Final = "I look."
+_REASONED: Final = {"reasoning_content": "Hm."}
 
 
 def turn_form(
@@ -435,23 +449,25 @@ def turn_form(
     written = _turn(apply, form) or ""
     if _NAME not in written or "}" not in written:
         return form
-    asked, prompted = (
-        apply([user], [ANY_TOOL], add_generation_prompt=prompt) for prompt in (False, True)
+    prompted = ""
+    with suppress(Exception):  # as in `_turn`
+        asked = apply([user], [ANY_TOOL], add_generation_prompt=False)
+        prompted = apply([user], [ANY_TOOL], add_generation_prompt=True).removeprefix(asked)
+    parts = replace(
+        form,
+        before=written[: written.index(_NAME)],
+        after=written[written.rindex("}") + 1 :],
+        prompt=prompted,
+        around=around,
     )
-    parts = {
-        "before": written[: written.index(_NAME)],
-        "after": written[written.rindex("}") + 1 :],
-        "prompt": prompted.removeprefix(asked),
-        "around": around,
-    }
     text = shown(form, spoken, result)
     if text is None or _WORDS in (parse(text).reasoning or ""):
-        apart = replace(form, words="apart", **parts)
-        text = shown(apart, spoken, result)
-        kept = text is not None and _WORDS in (parse(text).content or "")
+        apart = replace(parts, words="apart")
+        texts = [shown(apart, {**spoken, **more}, result) for more in ({}, _REASONED)]
+        kept = all(text is not None and _WORDS in (parse(text).content or "") for text in texts)
         form = apart if kept else replace(form, words="refused")
     if shown(form, both, result, another) is None:
-        joined = replace(form, calls="joined", **parts)
+        joined = replace(parts, words=form.words, calls="joined")
         text = shown(joined, both, result, another) if joined.after else None
         read = parse(text[: text.rindex(joined.after)]) if text else ParsedMessage(None)
         several = len(read.tool_calls) == 2 and read.content is None
