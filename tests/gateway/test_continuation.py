@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.engines.test_grammar import make_engine
 from tests.gateway.drift import (
     CALL,
     SURE,
@@ -27,7 +28,7 @@ from tests.gateway.drift import (
     path,
     rendered,
 )
-from tests.kit.toy import ADD_TOOL, TEMPLATE
+from tests.kit.toy import ADD_TOOL, TEMPLATE, tokenizer
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
 from tuner.rollouts.chat_models import chat_model, default_kind
 from tuner.traces import ReasoningPolicy
@@ -277,6 +278,27 @@ async def test_turn_cut_off_anywhere_continues_as_it_was_sampled(
     assert second.rerendered is None
     assert decoded(second.prompt_ids[second.reused_ids :]).startswith("<|im_end|>\n")
     assert third.rerendered in ("text", "characters")
+
+
+@pytest.mark.parametrize("vocabulary", ["small"], indirect=True)  # it has one of its own
+async def test_constrained_calls_of_a_random_model_continue_wherever_they_are_cut() -> None:
+    engine = make_engine(max_model_len=4096)
+    gateway = Gateway(engine, ChatRenderer(tokenizer(), chat_template=TEMPLATE), model_name="tiny")
+    for seed in range(4):
+        session = gateway.open_session(f"r{seed}", seed=seed)
+        messages: list[Any] = [USER]
+        for limit in (50, 90, 130, 1):
+            answer = await ask(
+                session, messages, tools=[ADD_TOOL], tool_choice="required", max_tokens=limit
+            )
+            called = [call["id"] for call in answer.get("tool_calls", [])]
+            results = [{"role": "tool", "tool_call_id": id_, "content": "42"} for id_ in called]
+            messages = [*messages, {"content": None, **answer}, *(results or [SURE])]
+        for earlier, later in itertools.pairwise(session.calls):
+            ended = earlier.finish_reason != "length" and later.rerendered == "end"
+            assert ended or (continues(later, earlier) and later.rerendered is None)
+    await gateway.aclose()
+    await engine.close()
 
 
 async def test_every_choice_can_be_continued() -> None:
