@@ -280,6 +280,18 @@ async def test_turn_cut_off_anywhere_continues_as_it_was_sampled(
     assert third.rerendered in ("text", "characters")
 
 
+async def test_reasoning_of_a_cut_off_turn_that_the_template_drops_stays_dropped() -> None:
+    stripping = TEMPLATE.replace("message.reasoning_content", "false")
+    sampled = letters("<think>user</think>the user", end="")
+    gateway = gateway_of((*sampled, *encoded("x")), template=stripping)
+    session = gateway.open_session("r")
+    cut = await ask(session, [USER], max_tokens=len(sampled))
+    assert (cut["reasoning_content"], cut["content"]) == ("user", "the user")
+    await ask(session, [USER, cut, SURE])
+    assert fresh(gateway, session.calls[1])
+    assert session.calls[1].rerendered == "text"
+
+
 @pytest.mark.parametrize("vocabulary", ["small"], indirect=True)  # it has one of its own
 async def test_constrained_calls_of_a_random_model_continue_wherever_they_are_cut() -> None:
     engine = make_engine(max_model_len=4096)

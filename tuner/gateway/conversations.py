@@ -576,14 +576,16 @@ class Conversations:
             or calls != _calls((call.name, call.arguments) for call in ours.tool_calls)
         ):
             return None
-        whole = [(ours.reasoning or "").strip(), "" if calls else words.strip()]
         for stop, token in self._ends(completion, text, start):
-            turn = text[start:stop]
+            rendered = text[start:stop]
             shown = self._renderer.parse_text(
-                turn, tools=completion.tools, opened=completion.opened
+                rendered, tools=completion.tools, opened=completion.opened
             )
-            called = _calls((call.name, call.arguments) for call in shown.tool_calls)
-            if called == calls and all(part in turn for part in whole):
+            if (
+                (shown.reasoning or "").strip() == (ours.reasoning or "").strip()
+                and calls == _calls((call.name, call.arguments) for call in shown.tool_calls)
+                and (calls or words.strip() in rendered)
+            ):
                 return _Match(completion, stop, token)
         return None
 
