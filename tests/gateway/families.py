@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,24 @@ class Family:
     @property
     def name(self) -> str:
         return self.template
+
+    def says(self, reasoning: str, words: str, calls: int = 0, *, opened: bool = False) -> str:
+        """A turn as the family's models write it, up to the token that ends it."""
+        called = [self.call % f'{{"a": {number}}}' for number in range(calls)]
+        if self.tool_call_parser == "qwen3_coder":
+            called = [self.call % number for number in range(calls)]
+        if self.reasoning_parser == "openai_gptoss":
+            kind = "commentary" if calls else "final"
+            parts = [f"<|channel|>analysis<|message|>{reasoning}<|end|>"] if reasoning else []
+            parts += [f"<|channel|>{kind}<|message|>{words}<|end|>"] if words or not calls else []
+            text = "<|start|>assistant".join(parts)
+            return (text + "".join(called)).removesuffix(self.end if calls else "<|end|>")
+        before, after = {"none": ("", ""), "mistral": ("[THINK]", "[/THINK]")}.get(
+            self.reasoning_parser, ("<think>\n", "\n</think>\n\n")
+        )
+        thought = (before * (not opened) + reasoning + after) if reasoning and before else ""
+        between = "\n" if self.tool_call_parser in ("hermes", "qwen3_coder") else ""
+        return thought + between.join([words, *called] if words else called)
 
     def renderer(self, spoken: Callable[[], PreTrainedTokenizerFast] = tokenizer) -> ChatRenderer:
         return _renderer(self, spoken)
@@ -156,6 +174,11 @@ FAMILIES = [
         content=False,
     ),
 ]
+
+_REAL = {"HuggingFaceTB-SmolLM3-3B": 1, "Qwen-QwQ-32B": 1, "Qwen-Qwen3-0.6B": 1,
+         "mistralai-Mistral-Nemo-Instruct-2407": 4, "openai-gpt-oss-120b": 9}  # fmt: skip
+REAL = [replace(FAMILIES[like], template=f"real/{name}") for name, like in _REAL.items()]
+"""Families with the templates of real models that are here."""
 
 
 def texts(family: Family) -> st.SearchStrategy[str]:

@@ -86,8 +86,8 @@ Templates that are refused or hold no tools are on [a separate page](templates_r
 `template` and `keep` are the values of `tuner.reasoning`; `keep` only for templates with reasoning.
 Each column has two results: the prompt after the tool results, and the prompt after the second
 question. `exact` continues from the sampled ids; `afresh` is encoded again from the turn that the
-template changes. Under `made`, "why" says what the template does with two calls in one turn if it
-does not take them; the conversation then has one.
+template changes. Under `made`, "why" says what becomes of several calls in one turn if the
+template does not take them; where they are shown one after the other, the conversation has one.
 
 Notes on single templates:
 
@@ -96,7 +96,8 @@ Notes on single templates:
   `apply_chat_template` refuses.
 - SmolLM3 reads `xml_tools` and `python_tools` instead of `tools`, and shows no earlier calls.
 - QwQ-32B reads the content of a turn with calls only when a result has followed.
-- GPT-OSS shows only the first of several calls in a turn; messages with several get a 400.
+- GPT-OSS's template shows only the first of several calls in a turn, and takes words beside a call
+  for reasoning: both are written as the model writes them, messages of their own.
 - GPT-OSS, Hermes and vLLM's template for DeepSeek-V3.1 fail on a tool without a description; they
   are shown an empty description and empty parameters.
 - Mistral's templates show the tools in front of the last question, so each new question changes the
@@ -165,7 +166,7 @@ def verdict(template: str, speech: Speech = merging) -> Verdict:
             break
         try:
             renderer = ChatRenderer(
-                _spoken(template, speech),
+                speech_of(template, speech),
                 chat_template=template,
                 tool_call_parser=parser,
                 reasoning_parser=reasoning,
@@ -176,7 +177,7 @@ def verdict(template: str, speech: Speech = merging) -> Verdict:
         return _met(renderer, parser, reasoning)
     assert "nor any other" in refusal
     renderer = ChatRenderer(
-        _spoken(template, speech),
+        speech_of(template, speech),
         chat_template=template,
         tool_call_parser="none",
         reasoning_parser=reasoning,
@@ -198,13 +199,11 @@ def _met(renderer: ChatRenderer, parser: str, reasoning: str) -> Verdict:
     logged = _first_warning(renderer)
     if logged:
         return Verdict("warned", logged.removeprefix(said).partition(": set model.")[0])
-    why = ""
-    calls = 2
-    try:
-        renderer.render_text([USER, _calling(2), *_results(2)], [ADD_TOOL])
-    except RequestError as error:
-        why = str(error).removeprefix(said).partition(": set model.")[0]
-        calls = 1
+    why, calls = {
+        "together": ("", 2),
+        "joined": ("takes one call a turn; several are written as the model writes them", 2),
+        "in turn": ("takes one call a turn; several are shown one after the other", 1),
+    }[renderer.form.calls]
     parsers = f"`{parser}`, `{reasoning}`"
     under: dict[str, str] = {}
     policies: tuple[ReasoningPolicy, ...] = ("template", "keep")
@@ -246,10 +245,9 @@ async def _talk(renderer: ChatRenderer, reasoning: str, count: int, policy: Reas
 def _going_on(renderer: ChatRenderer, calls: tuple[Call, ...]) -> str:
     """How the last prompt goes on from the calls before it."""
     *earlier, later = calls
-    if later.rerendered is None:
+    if later.rerendered in (None, "end"):
         whole = path(earlier[-1])
-        # The model's end token may not be the template's.
-        assert later.reused_ids in (len(whole), len(whole) - 1)
+        assert later.reused_ids == len(whole) - (later.rerendered == "end")
         assert later.prompt_ids[: later.reused_ids] == whole[: later.reused_ids]
         return "exact"
     text = renderer.render_text(later.messages, later.tools)
@@ -368,7 +366,7 @@ def _reasoning_parser(template: str) -> str:
     return named[0] if named else "deepseek_r1" if "think>" in template else "none"
 
 
-def _spoken(template: str, speech: Speech) -> PreTrainedTokenizerFast:
+def speech_of(template: str, speech: Speech) -> PreTrainedTokenizerFast:
     """A copy of the tokenizer that has the template's tokens as special ones."""
     spoken = deepcopy(speech())
     named = sorted(set(_SPECIAL.findall(template)) - {"<|im_start|>", "<|im_end|>"})

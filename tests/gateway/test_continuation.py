@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.engines.test_grammar import make_engine
 from tests.gateway.drift import (
     CALL,
     SURE,
@@ -27,7 +28,7 @@ from tests.gateway.drift import (
     path,
     rendered,
 )
-from tests.kit.toy import ADD_TOOL, TEMPLATE
+from tests.kit.toy import ADD_TOOL, TEMPLATE, tokenizer
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
 from tuner.rollouts.chat_models import chat_model, default_kind
 from tuner.traces import ReasoningPolicy
@@ -217,7 +218,7 @@ async def test_tool_call_keeps_its_ids_whatever_token_ended_it(
     assert first.completion_ids == sampled
     kept = path(first)[: -1 if end else None]
     assert second.prompt_ids[: second.reused_ids] == kept
-    assert second.rerendered is None
+    assert second.rerendered == ("end" if end else None)
     # The template ends the turn in its own way.
     glue = decoded(second.prompt_ids[second.reused_ids :])
     assert glue.startswith("<|im_end|>\n<|im_start|>user\n<tool_response>\n42")
@@ -234,13 +235,82 @@ async def test_text_before_a_stop_string_is_rendered_afresh() -> None:
 
 
 async def test_part_of_a_character_is_not_mistaken_for_its_replacement() -> None:
-    gateway = gateway_of(letters("é", end=""))
+    gateway = gateway_of((*letters("é", end="")[:1], *letters("x")))
     session = gateway.open_session("r")
-    cut = await ask(session, [USER], max_tokens=1)
-    assert cut["content"] == "\ufffd"
-    await ask(session, [USER, cut, SURE])
+    answer = await ask(session, [USER])
+    assert answer["content"] == "\ufffdx"
+    await ask(session, [USER, answer, SURE])
     assert fresh(gateway, session.calls[1])
     assert session.calls[1].rerendered == "characters"
+
+
+@pytest.mark.parametrize("reasoning", ["template", "keep"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "An é",
+        "<think>the user",
+        "<think>\nthe é",
+        "<think>the user</think>The answer",
+        "<think>the user</think><tool_call>\n{",
+        TERSE + "\n" + TERSE[:30],
+        "<think>the user</think>" + TERSE + TERSE[:-1],
+    ],
+)
+async def test_turn_cut_off_anywhere_continues_as_it_was_sampled(
+    script: str, reasoning: ReasoningPolicy
+) -> None:
+    # The template closes what is open, and writes words before calls.
+    sampled = letters(script, end="")
+    sampled = sampled[:-1] if script.endswith("é") else sampled
+    gateway = gateway_of((*sampled, *encoded("x")), letters("ok"), reasoning=reasoning)
+    session = gateway.open_session("r")
+    cut = await ask(session, [USER], tools=[ADD_TOOL], max_tokens=len(sampled))
+    called = [call["id"] for call in cut.get("tool_calls", [])]
+    results = [{"role": "tool", "tool_call_id": id_, "content": "42"} for id_ in called]
+    await ask(session, [USER, {"content": None, **cut}, *results, SURE], tools=[ADD_TOOL])
+    edited = {"content": "", **cut}
+    edited["content"] += "!"
+    await ask(session, [USER, edited, *results, SURE], tools=[ADD_TOOL])
+    first, second, third = session.calls
+    assert first.finish_reason == "length"
+    assert continues(second, first)
+    assert second.rerendered is None
+    assert decoded(second.prompt_ids[second.reused_ids :]).startswith("<|im_end|>\n")
+    assert third.rerendered in ("text", "characters")
+
+
+async def test_reasoning_of_a_cut_off_turn_that_the_template_drops_stays_dropped() -> None:
+    stripping = TEMPLATE.replace("message.reasoning_content", "false")
+    sampled = letters("<think>user</think>the user", end="")
+    gateway = gateway_of((*sampled, *encoded("x")), template=stripping)
+    session = gateway.open_session("r")
+    cut = await ask(session, [USER], max_tokens=len(sampled))
+    assert (cut["reasoning_content"], cut["content"]) == ("user", "the user")
+    await ask(session, [USER, cut, SURE])
+    assert fresh(gateway, session.calls[1])
+    assert session.calls[1].rerendered == "text"
+
+
+@pytest.mark.parametrize("vocabulary", ["small"], indirect=True)  # it has one of its own
+async def test_constrained_calls_of_a_random_model_continue_wherever_they_are_cut() -> None:
+    engine = make_engine(max_model_len=4096)
+    gateway = Gateway(engine, ChatRenderer(tokenizer(), chat_template=TEMPLATE), model_name="tiny")
+    for seed in range(4):
+        session = gateway.open_session(f"r{seed}", seed=seed)
+        messages: list[Any] = [USER]
+        for limit in (50, 90, 130, 1):
+            answer = await ask(
+                session, messages, tools=[ADD_TOOL], tool_choice="required", max_tokens=limit
+            )
+            called = [call["id"] for call in answer.get("tool_calls", [])]
+            results = [{"role": "tool", "tool_call_id": id_, "content": "42"} for id_ in called]
+            messages = [*messages, {"content": None, **answer}, *(results or [SURE])]
+        for earlier, later in itertools.pairwise(session.calls):
+            ended = earlier.finish_reason != "length" and later.rerendered == "end"
+            assert ended or (continues(later, earlier) and later.rerendered is None)
+    await gateway.aclose()
+    await engine.close()
 
 
 async def test_every_choice_can_be_continued() -> None:

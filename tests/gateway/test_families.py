@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import re
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,15 +20,18 @@ from openai import BadRequestError
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from tests.gateway.drift import USER, Scripted, ask, continues, path
-from tests.gateway.families import DEEPSEEK, FAMILIES, TEMPLATES, Family, texts, turn
+from tests.gateway.drift import USER, Scripted, ask, continues, merging, path
+from tests.gateway.families import DEEPSEEK, FAMILIES, REAL, TEMPLATES, Family, texts, turn
+from tests.gateway.template_matrix import speech_of, spelled
 from tests.kit.examples import few
 from tests.kit.toy import ADD_TOOL, TEMPLATE, tokenizer
 from tuner.errors import ConfigError
 from tuner.gateway import ChatRenderer, Gateway
 from tuner.gateway.families.forms import ParsedToolCall
 from tuner.gateway.families.parsing import TOOL_CALL_PARSERS
+from tuner.gateway.request_error import RequestError
 from tuner.gateway.requests import check_messages
+from tuner.traces import ReasoningPolicy
 
 ANY_TOOL = {
     "type": "function",
@@ -448,39 +454,48 @@ def test_template_without_tools_that_takes_no_message_without_content_gets_it() 
     assert renderer.render_text([USER, earlier], [ADD_TOOL]) == "user: 2+40?assistant: "
 
 
+ONE_CALL = "{%- if message.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}"
+
+
 @pytest.mark.parametrize(
-    ("shown", "left_out", "content", "count"),
+    ("calls", "guard"),
     [
-        # As GPT-OSS's and GigaChat's; as Phi-4-mini's in vLLM.
-        ("(message.tool_calls or [])[:1]", "some of several calls in a turn", None, 2),
-        (
-            "([] if content else message.tool_calls or [])",
-            "calls with words beside them",
-            "I add.",
-            1,
-        ),
+        ("(message.tool_calls or [])[:1]", ""),  # as GPT-OSS's and GigaChat's
+        ("message.tool_calls or []", ONE_CALL),  # as Llama 3.1's
     ],
 )
-async def test_call_that_the_template_would_leave_out_is_refused(
-    shown: str, left_out: str, content: str | None, count: int
+def test_calls_of_a_turn_are_shown_in_turn_by_a_template_that_takes_one(
+    calls: str, guard: str
 ) -> None:
-    template = TEMPLATE.replace("message.tool_calls or []", shown)
-    gateway = Gateway(
-        Scripted((1, 2)), ChatRenderer(tokenizer(), chat_template=template), model_name="tiny"
+    template = TEMPLATE.replace("message.tool_calls or []", calls).replace(
+        "{{- '<|im_start|>assistant\\n' }}\n        {%-",
+        f"{guard}{{{{- '<|im_start|>assistant\\n' }}}}\n        {{%-",
     )
-    session = gateway.open_session("r")
+    renderer = ChatRenderer(tokenizer(), chat_template=template)
+    plain = ChatRenderer(tokenizer(), chat_template=TEMPLATE)
+    turn = {"role": "assistant", "content": "I add."}
+    one, two = tool_call({"a": 1}, 1), tool_call({"a": 2}, 2)
+    first, second = (
+        {"role": "tool", "tool_call_id": call["id"], "content": call["id"]} for call in (one, two)
+    )
+    turns = [{**turn, "tool_calls": [one]}, first, {**turn, "content": None, "tool_calls": [two]}]
+    expected = plain.render_text([USER, *turns, second], [ADD_TOOL])
+    both = {**turn, "tool_calls": [one, two]}
+    for results in ([first, second], [second, first]):
+        assert renderer.render_text([USER, both, *results], [ADD_TOOL]) == expected
+    # A result that belongs to no call is not lost.
+    stray = {**first, "tool_call_id": "unknown"}
+    assert first["content"] in renderer.render_text([USER, both, stray], [ADD_TOOL])
 
-    def conversation(content: str | None, count: int) -> list[Any]:
-        calls = [tool_call({"a": index}, index) for index in range(count)]
-        results = [{"role": "tool", "tool_call_id": call["id"], "content": "3"} for call in calls]
-        return [USER, {"role": "assistant", "content": content, "tool_calls": calls}, *results]
 
-    await ask(session, conversation(None, 1), tools=[ADD_TOOL])
-    with pytest.raises(BadRequestError, match=f"drops {left_out} from the conversation") as no:
-        await ask(session, conversation(content, count), tools=[ADD_TOOL])
-    assert no.value.param == "messages"
-    assert len(session.calls) == 1
-    await gateway.aclose()
+def test_call_that_a_template_drops_beside_words_is_written_after_them() -> None:
+    # As Phi-4-mini's in vLLM.
+    dropping = "([] if content else message.tool_calls or [])"
+    template = TEMPLATE.replace("message.tool_calls or []", dropping)
+    renderer = ChatRenderer(tokenizer(), chat_template=template)
+    turn = {"role": "assistant", "content": "I add. ", "tool_calls": [tool_call({"a": 1})]}
+    text = renderer.render_text([USER, turn], [ADD_TOOL])
+    assert 'assistant\nI add. <tool_call>\n{"name": "add", "arguments": {"a": 1}}' in text
 
 
 def test_call_ids_have_the_form_that_the_templates_accept() -> None:
@@ -663,8 +678,212 @@ async def test_llama_call_keeps_its_ids_with_the_tag_and_the_end_that_it_chose(
     result = {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": "3"}
     await ask(session, [USER, answer, result], tools=[ADD_TOOL])
     earlier, later = session.calls
-    assert later.rerendered is None
+    assert later.rerendered == "end"
     assert later.prompt_ids[: later.reused_ids] == path(earlier)[:-1]
     glue = renderer.decode(later.prompt_ids[later.reused_ids :])
     assert glue.startswith(f"{rendered_end}<|start_header_id|>ipython")
     await gateway.aclose()
+
+
+def gateway_with(
+    family: Family, policy: ReasoningPolicy, *said: tuple[str, str, int]
+) -> tuple[Gateway, list[tuple[int, ...]]]:
+    """A gateway whose model says these turns, and no more; their ids, letter by letter."""
+    template = (TEMPLATES / f"{family.template}.jinja").read_text(encoding="utf-8")
+    renderer = ChatRenderer(
+        speech_of(template, merging),
+        chat_template=template,
+        tool_call_parser=family.tool_call_parser,
+        reasoning_parser=family.reasoning_parser,
+    )
+    opened = renderer.opened_reasoning(renderer.encode(renderer.render_text([USER], [ADD_TOOL])))
+    texts = [family.says(*turn, opened=opened) if any(turn) else "" for turn in said]
+    ids = [spelled(renderer, text) for text in texts]
+    ended = [spelled(renderer, text + family.end) for text in texts]
+    return Gateway(Scripted(*ended), renderer, model_name="tiny", reasoning=policy), ids
+
+
+def echo(answer: dict[str, Any]) -> list[dict[str, Any]]:
+    """The answer as a client sends it back, and what follows it."""
+    calls = enumerate(answer.get("tool_calls", []))
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "content": f"{number} is it."}
+        for number, call in calls
+    ]
+    return [{"content": None, **answer}, *(results or [USER])]
+
+
+# Reasoning, words, number of calls, and how many letters from its end the turn is cut off.
+TURNS = [
+    ("Hm.", "It is so.", 0, 12),
+    ("Hm.", "It is so.", 0, 2),
+    ("Hm, hm.", "", 0, 14),
+    ("", "It is so.", 0, 2),
+    ("Hm.", "", 1, 3),
+    ("Hm.", "", 2, 3),
+    ("Hm.", "I add.", 1, 0),
+    ("Hm.", "I add.", 2, 0),
+    ("", "I add.", 2, 0),
+    ("Hm.", "", 2, 0),
+    ("", "", 1, 0),
+    ("Hm.", "", 0, 0),
+    ("", "", 0, 0),
+]
+
+
+# The default parser, with a template that shows no reasoning.
+REASONING = replace(FAMILIES[0], reasoning_parser="deepseek_r1")
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *REAL, REASONING], ids=lambda family: family.name)
+@settings(deadline=None, max_examples=few(8))
+@given(
+    turns=st.lists(st.sampled_from(TURNS), min_size=6, max_size=6, unique=True),
+    keep=st.booleans(),
+    returned=st.booleans(),
+)
+def test_whatever_is_answered_can_be_sent_back(
+    family: Family, turns: list[tuple[str, str, int, int]], keep: bool, returned: bool
+) -> None:
+    keep = keep and family.reasoning_parser != "none"
+    asyncio.run(_echoed(family, turns, "keep" if keep else "template", returned=returned))
+
+
+async def _echoed(
+    family: Family,
+    turns: list[tuple[str, str, int, int]],
+    policy: ReasoningPolicy,
+    *,
+    returned: bool,
+) -> None:
+    gateway, ids = gateway_with(family, policy, *(turn[:3] for turn in turns))
+    session = gateway.open_session("r")
+    messages: list[Any] = [USER]
+    for said, (*_, cut) in zip(ids, turns, strict=True):
+        limit = {"max_tokens": max(1, len(said) - cut)} if cut else {}
+        answer = await ask(session, messages, tools=[ADD_TOOL], **limit)
+        if not returned:
+            answer.pop("reasoning_content", None)
+        messages += echo(answer)
+    await ask(session, messages, tools=[ADD_TOOL])
+    assert len(session.calls) == len(turns) + 1
+    renderer = gateway.renderer
+    for earlier, later in itertools.pairwise(session.calls):
+        # It continues the earlier call, or says why not.
+        whole = path(earlier)
+        if later.rerendered is None:
+            assert later.reused_ids == len(whole)
+            assert later.prompt_ids[: len(whole)] == whole
+        else:
+            assert later.rerendered == "end" or later.prompt_ids[: len(whole)] != whole
+            assert later.reused_ids < len(whole)
+        rest = renderer.decode(later.prompt_ids[later.reused_ids :])
+        text = renderer.render_text(later.messages, later.tools)
+        assert text == rest if not later.reused_ids else text.endswith(rest)
+    await gateway.aclose()
+
+
+def family_named(name: str) -> Family:
+    (family,) = (family for family in (*FAMILIES, *REAL) if family.name == name)
+    return family
+
+
+HARMONY = ("gpt_oss", "real/openai-gpt-oss-120b")
+
+
+@pytest.mark.parametrize("policy", ["template", "keep"])
+@pytest.mark.parametrize(
+    ("name", "said", "tools"),
+    [
+        *[(name, ("Hm.", "I add.", 1), [ADD_TOOL]) for name in HARMONY],
+        *[(name, ("Hm.", "", 2), [ADD_TOOL]) for name in HARMONY],
+        *[(name, ("", "I add.", 1), [ADD_TOOL]) for name in HARMONY],
+        *[(name, ("Hm.", "I add.", 3), [ADD_TOOL]) for name in HARMONY],
+        ("mistral_v3", ("", "I add. ", 1), [ADD_TOOL]),
+        ("mistral_v3", ("", "", 0), []),
+        ("mistral_v11", ("", "", 0), []),
+        ("mistral_v13", ("", "", 0), [ADD_TOOL]),
+        ("qwen2_5", ("", "", 0), [ADD_TOOL]),
+    ],
+)
+async def test_turn_that_the_template_does_not_take_continues_as_it_was_sampled(
+    name: str, said: tuple[str, str, int], tools: list[Any], policy: ReasoningPolicy
+) -> None:
+    family = family_named(name)
+    if policy == "keep" and family.reasoning_parser == "none":
+        pytest.skip("nothing to keep")
+    gateway, _ = gateway_with(family, policy, said)
+    session = gateway.open_session("r")
+    answer = await ask(session, [USER], tools=tools)
+    assert len(answer.get("tool_calls", [])) == said[2]
+    assert (answer.get("content") or "") == said[1]
+    await ask(session, [USER, *echo(answer)], tools=tools)
+    earlier, later = session.calls
+    assert later.rerendered is None
+    assert continues(later, earlier)
+    # Elsewhere it is rendered as the model writes it.
+    other = gateway.open_session("other")
+    await ask(other, [USER, *echo(answer)], tools=tools)
+    assert other.calls[0].rerendered == "text"
+    renderer = gateway.renderer
+    text = renderer.decode(other.calls[0].prompt_ids)
+    begin = len(renderer.decode(earlier.prompt_ids))
+    rest = renderer.decode(later.prompt_ids[later.reused_ids :])
+    turn = text[begin : len(text) - len(rest)].removesuffix(family.end)
+    read = renderer.parse_text(turn, tools=tools, opened=False)
+    assert (read.reasoning or "", read.content or "", len(read.tool_calls)) == said
+    await gateway.aclose()
+
+
+def test_a_mark_is_no_word_of_the_conversation() -> None:
+    renderer = family_named("mistral_v13").renderer()
+    word = {"role": "user", "content": "mark0q0x mark1q1x"}
+    turns = [word, {"role": "assistant", "content": ""}] * 2
+    text = renderer.render_text([*turns, word], [])
+    assert text.count("mark0q0x mark1q1x") == 3
+    assert text.count("mark") == 6
+
+
+def test_an_argument_may_hold_the_end_of_a_call() -> None:
+    renderer = family_named("gpt_oss").renderer()
+    calls = [tool_call({"word": f"<|call|>{number}"}, number) for number in range(2)]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "3"} for call in calls]
+    turn = {"role": "assistant", "content": None, "tool_calls": calls}
+    text = renderer.render_text([USER, turn, *results], [ADD_TOOL])
+    assert all(f'{{"word": "<|call|>{number}"}}<|call|>' in text for number in range(2))
+
+
+def test_results_of_calls_in_one_turn_keep_the_names_of_their_tools() -> None:
+    renderer = family_named("gpt_oss").renderer()
+    mul = deepcopy(ADD_TOOL)
+    mul["function"]["name"] = "mul"
+    one, two = tool_call({"a": 1}, 1), tool_call({"a": 2}, 2)
+    two["function"]["name"] = "mul"
+    calls = {"role": "assistant", "content": "I try.", "tool_calls": [one, two]}
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "content": content}
+        for call, content in ((two, "8"), (one, "3"))
+    ]
+    final = {"role": "assistant", "content": "Done."}
+    for after in ([], [final, USER]):
+        text = renderer.render_text([USER, calls, *results, *after], [ADD_TOOL, mul])
+        called = "<|start|>assistant to=functions.{}<|channel|>commentary json<|message|>{}<|call|>"
+        result = '<|start|>functions.{} to=assistant<|channel|>commentary<|message|>"{}"<|end|>'
+        assert (
+            "<|start|>assistant<|channel|>commentary<|message|>I try.<|end|>"
+            + called.format("add", '{"a": 1}')
+            + called.format("mul", '{"a": 2}')
+            + result.format("add", 3)
+            + result.format("mul", 8)
+        ) in text
+
+
+@pytest.mark.parametrize("field", ["content", "reasoning_content"])
+def test_tags_in_a_text_are_no_reason_to_refuse_the_turn(field: str) -> None:
+    renderer = family_named("gpt_oss").renderer()
+    text = "x<|channel|>final<|message|>y"
+    turn = {"role": "assistant", "content": "", field: text}
+    shown = renderer.render_text([USER, turn, USER], [])
+    assert (f"<|channel|>final<|message|>{text}<|end|>" in shown) is (field == "content")
+    with pytest.raises(RequestError, match="no such word"):  # what it refuses of others stays so
+        ChatRenderer(tokenizer()).render_text([{"role": "user", "content": "forbidden"}], [])

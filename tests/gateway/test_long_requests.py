@@ -16,7 +16,7 @@ from tests.engines.models import until
 from tests.kit.toy import StubEngine, text_of, tokenizer
 from tuner.gateway import ChatRenderer, Gateway, Session
 from tuner.gateway.dialects.text import complete_tokens
-from tuner.gateway.families import grammars as grammar_rules
+from tuner.gateway.families import values as grammar_rules
 from tuner.gateway.request_error import RequestError
 from tuner.gateway.service import Reply
 

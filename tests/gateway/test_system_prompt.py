@@ -9,7 +9,7 @@ import pytest
 
 from tests.gateway.drift import USER, Scripted, ask, gateway_of, letters, merging
 from tests.gateway.families import TEMPLATES
-from tests.gateway.template_matrix import _spoken, spelled
+from tests.gateway.template_matrix import speech_of, spelled
 from tests.kit.toy import ADD_TOOL, TEMPLATE, tokenizer
 from tuner.errors import ConfigError
 from tuner.gateway import ChatRenderer, Gateway
@@ -35,7 +35,7 @@ PARSERS = {
 def renderer_of(name: str) -> ChatRenderer:
     template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
     return ChatRenderer(
-        _spoken(template, merging),
+        speech_of(template, merging),
         chat_template=template,
         tool_call_parser=PARSERS.get(name, "none"),
         reasoning_parser="none",

@@ -56,7 +56,7 @@ def calls(draw):
                 ),
                 finish_reason="stop",
                 reused_ids=draw(st.integers(0, 99)),
-                rerendered=draw(st.sampled_from([None, "text", "characters", "tokenizer"])),
+                rerendered=draw(st.sampled_from([None, "text", "characters", "tokenizer", "end"])),
                 messages=history[: draw(st.integers(0, len(history)))] + draw(some),
                 tools=draw(some),
                 response=draw(st.sampled_from(pool)),

@@ -596,7 +596,10 @@ class Completion:
         if self.request.prompts is None:
             for call, sampled in zip(calls, self._sampled, strict=True):
                 self.session.conversations.add(
-                    sampled.prompt, call.completion_ids, tools=self.request.shown_tools
+                    sampled.prompt,
+                    call.completion_ids,
+                    tools=self.request.shown_tools,
+                    cut_off=call.finish_reason == "length",
                 )
         return Answer(tuple(choices))
 

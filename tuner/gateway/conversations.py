@@ -19,16 +19,18 @@ Under the policy `keep` a third case counts: the rendered turn is the same, but 
 missing. Whether the template or the agent left it out, the model reads what it wrote. The prompt
 before the turn may have opened the reasoning, which a history does not show: a piece that ends with
 the reasoning's tags is also found without them.
+
+A turn that the token limit cut off is found if the agent returned its message: the template may
+close what the model left open, or write a call that was cut off before the whole ones.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any
 
 from tuner.encoding import json_text
 from tuner.gateway.families.forms import Tools, json_value
@@ -160,14 +162,18 @@ def comparable(message: ParsedMessage, text: str) -> tuple[object, ...] | None:
             if start < 0:
                 return None
             spoken = start + len(part)
+    calls = _calls((call.name, call.arguments) for call in message.tool_calls)
+    return None if calls is None else (text[:spoken], message.content, message.reasoning, calls)
+
+
+def _calls(calls: Iterable[tuple[str, str]]) -> list[tuple[str, str]] | None:
+    """Names and arguments in one form; None if arguments are not JSON."""
     try:
-        calls: list[Any] = [
-            (call.name, json_text(json_value(call.arguments), sort_keys=True))
-            for call in message.tool_calls
+        return [
+            (name, json_text(json_value(arguments), sort_keys=True)) for name, arguments in calls
         ]
     except (ValueError, RecursionError):
         return None
-    return (text[:spoken], message.content, message.reasoning, calls)
 
 
 _REPLACEMENT = "\ufffd"  # decoding of bytes that are no character
@@ -206,6 +212,7 @@ class _Completion:
         prompt_ids, ids: Prompt and completion, as sampled.
         text: Text of the completion; None if it contains parts of characters, "" at the root.
         end: The special token at its end, if any.
+        cut_off: Whether it reached its maximum length.
         opened: Whether the prompt has opened the reasoning.
         tools: Tools offered to the model, for parsing its calls.
         turns: Assistant turns in the conversation up to here.
@@ -218,6 +225,7 @@ class _Completion:
     ids: tuple[int, ...] = ()
     text: str | None = ""
     end: int | None = None
+    cut_off: bool = False
     opened: bool = False
     tools: Tools = ()
     turns: int = 0
@@ -267,7 +275,7 @@ class Conversations:
         self._renderer = renderer
         self._opener = cache(partial(opener, renderer))
         self._root = _Completion()
-        self._unread: deque[tuple[Prompt, tuple[int, ...], Tools]] = deque()
+        self._unread: deque[tuple[Prompt, tuple[int, ...], Tools, bool]] = deque()
 
     def prompt(
         self, text: str, turns: int, messages: Sequence[Message] = (), *, limit: int | None = None
@@ -277,8 +285,9 @@ class Conversations:
         Args:
             text: As rendered by the template.
             turns: Number of its assistant turns.
-            messages: The messages that it was rendered from. Under `keep`, returned reasoning
-                distinguishes completions that are otherwise equal.
+            messages: The messages that it was rendered from. They show whether a cut-off turn was
+                returned; under `keep`, returned reasoning distinguishes completions that are
+                otherwise equal.
             limit: Tokens of the context; None for a prompt of any length.
 
         Raises:
@@ -289,8 +298,7 @@ class Conversations:
         while self._unread:
             self._read(*self._unread.popleft())
         keep = self.reasoning == "keep"
-        sent = sent_reasoning(self._renderer, messages) if keep else []
-        match, obstacle = self._find(text, sent, keep=keep)
+        match, obstacle = self._find(text, messages, keep=keep)
         found = match.completion
         rest = text[match.position :]
         if found is not self._root:
@@ -302,6 +310,8 @@ class Conversations:
                 ids = special.encode_after(match.end, rest)
             if ids is not None:
                 why = None if found.turns == turns else obstacle
+                if why is None and match.end != found.end:
+                    why = "end"
                 again = self._recomputed(text, messages) if why == "text" else 0
                 reused = match.ids
                 return Prompt(
@@ -316,17 +326,25 @@ class Conversations:
         """The prompt with exactly these ids, shape [P]."""
         return Prompt(ids, 0, None, 0, self._root, "")
 
-    def add(self, prompt: Prompt, completion_ids: tuple[int, ...], *, tools: Tools) -> None:
+    def add(
+        self,
+        prompt: Prompt,
+        completion_ids: tuple[int, ...],
+        *,
+        tools: Tools,
+        cut_off: bool = False,
+    ) -> None:
         """Remember a committed call; safe while a prompt is made in another thread.
 
         Args:
             prompt: As returned by `prompt`.
             completion_ids: The ids sampled after it, shape [T].
             tools: Tools offered to the model; without any, no tool calls are parsed.
+            cut_off: Whether it reached its maximum length.
         """
-        self._unread.append((prompt, completion_ids, tools))
+        self._unread.append((prompt, completion_ids, tools, cut_off))
 
-    def _read(self, prompt: Prompt, ids: tuple[int, ...], tools: Tools) -> None:
+    def _read(self, prompt: Prompt, ids: tuple[int, ...], tools: Tools, cut_off: bool) -> None:
         siblings = prompt.after.asked.setdefault(prompt.text, [])
         if any(known.ids == ids and known.prompt_ids == prompt.ids for known in siblings):
             return
@@ -335,39 +353,50 @@ class Conversations:
             _Completion(
                 prompt_ids=prompt.ids,
                 ids=ids,
-                text=self._text_of(prompt.ids, ids),
-                end=ids[-1] if ids and ids[-1] in special.ids else None,
+                text=self._text_of(prompt.ids, ids, cut_off=cut_off),
+                end=ids[-1] if ids and ids[-1] in special.ids and not cut_off else None,
+                cut_off=cut_off,
                 opened=self._renderer.opened_reasoning(prompt.ids),
                 tools=tools,
                 turns=prompt.turns + 1,
             )
         )
 
-    def _text_of(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> str | None:
-        """The completion's text in its context, or None if its bytes are not text."""
+    def _text_of(
+        self, prompt_ids: Sequence[int], ids: Sequence[int], *, cut_off: bool
+    ) -> str | None:
+        """The completion's text in its context, or None if its bytes are not text.
+
+        The character in which the limit cut it off is the replacement that its reader saw.
+        """
         context = list(prompt_ids[-CONTEXT:])
         before = self._renderer.decode(context)
         whole = self._renderer.decode([*context, *ids])
         # The context's own first token may be part of a character; the completion's must not be.
         text = whole[len(before) :]
-        return text if whole.startswith(before) and _REPLACEMENT not in text else None
+        certain = text.rstrip(_REPLACEMENT) if cut_off else text
+        return text if whole.startswith(before) and _REPLACEMENT not in certain else None
 
     def _recomputed(self, text: str, messages: Sequence[Message]) -> int:
         """Ids of the turns in `text` that lack only their reasoning: the cost of `template`."""
         if self.reasoning == "keep" or not self._renderer.reads_reasoning:
             return 0
-        match, _ = self._find(text, sent_reasoning(self._renderer, messages), keep=True)
+        match, _ = self._find(text, messages, keep=True)
         if match.lacks_from is None:
             return 0
         return len(self._renderer.encode(text[match.lacks_from : match.position]))
 
-    def _find(self, text: str, sent: Sequence[str], *, keep: bool) -> tuple[_Match, Rerendered]:
+    def _find(
+        self, text: str, messages: Sequence[Message], *, keep: bool
+    ) -> tuple[_Match, Rerendered]:
         """The completion that reaches furthest into `text`; among equal ones the earliest
         committed.
 
         Returns:
             The match (the root at 0 if there is none), and why the search ended there.
         """
+        answers = [message for message in messages if message["role"] == "assistant"]
+        sent = sent_reasoning(self._renderer, answers) if keep else []
         best = _Match(self._root, 0, None)
         obstacle: Rerendered = "text"
         frontier = [best]
@@ -379,6 +408,9 @@ class Conversations:
                     found = self._rendered_again(match, asked, completions, text)
                 if found is None:
                     continue
+                after = match.position + len(asked)
+                if not found and text.startswith(asked, match.position):
+                    found = [m for c in completions if (m := self._closed(c, text, after, answers))]
                 if not found and any(c.text is None for c in completions):
                     obstacle = "characters"
                 frontier += found
@@ -479,12 +511,17 @@ class Conversations:
     ) -> Iterator[tuple[int, int | None]]:
         """Possible ends of the turn that begins at `start`, with the end token if it was sampled.
 
-        A turn that was cut off, or that ended with another token, ends at the template's token.
+        A turn that was cut off, or that ended with another token, ends at the template's token. A
+        token may also end the messages that a turn consists of.
         """
         for token in dict.fromkeys((completion.end, *self._renderer.turn_ends)):
             if token is not None:
-                stop = text.find(self._renderer.special_tokens.text(token), start)
-                if stop >= 0:
+                end = self._renderer.special_tokens.text(token)
+                stop = start - len(end)
+                for _ in range(1 + completion.ids.count(token)):
+                    stop = text.find(end, stop + len(end))
+                    if stop < 0:
+                        break
                     yield stop, token if token == completion.end else None
 
     def _exact(self, completion: _Completion, text: str, start: int) -> _Match | None:
@@ -519,6 +556,38 @@ class Conversations:
             if completion.message == self._message(completion, text[start:stop]):
                 past = stop if token is None else stop + len(special.text(token))
                 return _Match(completion, past, token)
+        return None
+
+    def _closed(
+        self, completion: _Completion, text: str, start: int, answers: Sequence[Message]
+    ) -> _Match | None:
+        """The cut-off completion in place of the turn at `start`, if its message was sent back."""
+        index = completion.turns - 1
+        if completion.text is None or not completion.cut_off or index >= len(answers):
+            return None
+        ours = self._renderer.parse_text(
+            completion.text, tools=completion.tools, opened=completion.opened
+        )
+        reasoning, words = said(answers[index])
+        sent = [call["function"] for call in answers[index].get("tool_calls") or ()]
+        calls = _calls((call["name"], call["arguments"]) for call in sent)
+        if (
+            words != (ours.content or "")
+            or (reasoning or ours.reasoning) != ours.reasoning
+            or calls != _calls((call.name, call.arguments) for call in ours.tool_calls)
+        ):
+            return None
+        for stop, token in self._ends(completion, text, start):
+            rendered = text[start:stop]
+            shown = self._renderer.parse_text(
+                rendered, tools=completion.tools, opened=completion.opened
+            )
+            if (
+                (shown.reasoning or "").strip() == (ours.reasoning or "").strip()
+                and calls == _calls((call.name, call.arguments) for call in shown.tool_calls)
+                and (calls or words.strip() in rendered)
+            ):
+                return _Match(completion, stop, token)
         return None
 
     def _message(self, completion: _Completion, text: str) -> tuple[object, ...] | None:

@@ -936,7 +936,8 @@ def restored_conversations(
             except RequestError:  # it had template arguments, without which it is rejected
                 continue
             if prompt.ids == call.prompt_ids:
-                conversations.add(prompt, call.completion_ids, tools=tools)
+                cut_off = call.finish_reason == "length"
+                conversations.add(prompt, call.completion_ids, tools=tools, cut_off=cut_off)
                 break
     return conversations
 

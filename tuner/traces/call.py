@@ -9,7 +9,7 @@ from typing import Any, Literal
 from tuner.engines.base import SamplingParams
 from tuner.traces.reading import AnyNumber, Count, TokenId
 
-Rerendered = Literal["text", "characters", "tokenizer"]
+Rerendered = Literal["text", "characters", "tokenizer", "end"]
 Dialect = Literal["chat", "completions", "responses", "messages"]
 ReasoningPolicy = Literal["template", "keep"]
 
@@ -54,7 +54,8 @@ class Call:
         rerendered: Why the latest assistant turn of the prompt was rendered and not copied:
             "text" (no call of the session sampled what the template rendered), "characters"
             (the completion contains bytes that are not text), "tokenizer" (the text cannot be cut
-            where the completion ended); None if there is no such turn or it was copied.
+            where the completion ended), "end" (the template ends it with another token, and all
+            but the sampled end token was copied); None if there is no such turn or it was copied.
         dialect: Format of the request: OpenAI's chat completions, completions or responses, or
             Anthropic's messages.
         streamed: Whether the answer was a stream.

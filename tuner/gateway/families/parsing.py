@@ -709,11 +709,13 @@ class ReasoningParser:
         opener: End of a prompt that has already opened the reasoning; None if none can.
         scanner: Makes a scanner for one text, given whether the prompt has opened the reasoning.
         after_content: What stands between content and the token that ends the turn.
+        around_words: Text around the words before a call.
     """
 
     opener: str | None
     scanner: Callable[[bool], Scanner]
     after_content: str = ""
+    around_words: tuple[str, str] = ("", "")
 
     def __call__(self, text: str, opened: bool) -> tuple[str | None, str]:
         """The reasoning, or None, and the rest of the whole `text`."""
@@ -744,8 +746,19 @@ REASONING_PARSERS: dict[str, ReasoningParser] = {
         name: ReasoningParser(form.opener, form.scanner, form.answer[1] + form.end)
         for name, form in TAG_FORMS.items()
     },
-    "openai_gptoss": ReasoningParser(HARMONY.opener, HARMONY.scanner),
-    "muse": ReasoningParser(MUSE.opener, MUSE.scanner),
+    "openai_gptoss": ReasoningParser(
+        HARMONY.opener,
+        HARMONY.scanner,
+        around_words=(
+            f"<|channel|>commentary{_MESSAGE}",
+            f"{HARMONY.ends[0]}{_START}assistant",
+        ),
+    ),
+    "muse": ReasoningParser(
+        MUSE.opener,
+        MUSE.scanner,
+        around_words=(f" to=commentary{_MESSAGE}", f"{MUSE.ends[0]}{_START}assistant"),
+    ),
     "none": ReasoningParser(None, lambda opened: PlainText()),
 }
 TOOL_CALL_PARSERS: dict[str, ToolCallParser] = {

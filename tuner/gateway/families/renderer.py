@@ -30,13 +30,13 @@ from tuner.gateway.families.template import (
     ApplyTemplate,
     Message,
     TemplateForm,
-    for_template,
     last_turns,
-    lost_calls,
     remembered,
-    risks,
+    render,
+    said,
     template_form,
     tools_obstacle,
+    turn_form,
     wants_whole_tools,
     whole,
 )
@@ -300,6 +300,7 @@ class ChatRenderer:
         end_ids: Tokens that end a completion by the template: the last one of a turn of text, and
             of one of tool calls.
         length_bound: Lower bound of a text's number of tokens.
+        form: What the template needs of a turn with tool calls.
         reasoning: Splits a text into its reasoning and the rest.
         no_tools: Why requests with tools are rejected, because the template cannot render their
             history, and what to do; None if they are not.
@@ -339,10 +340,10 @@ class ChatRenderer:
         self._shown: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
         if wants_whole_tools(self._apply):
             self._shown = whole
-        self._form: TemplateForm = template_form(self._apply, self._tool_call_parser)
+        self.form: TemplateForm = template_form(self._apply, self._tool_call_parser)
         self.no_tools: str | None = None
         self._unseen_tools: str | None = None
-        if obstacle := tools_obstacle(self._apply, self._form):
+        if obstacle := tools_obstacle(self._apply, self.form):
             problem = (
                 f"the model's chat template {obstacle.found}: set model.chat_template_path to one "
                 "that shows tools, calls and results, or use no tools"
@@ -352,7 +353,13 @@ class ChatRenderer:
                 _log.warning("%s; requests with tools get a 400", problem)
             else:
                 self._unseen_tools = problem
-        self._lost_calls = set() if obstacle else lost_calls(self._apply, self._form)
+        else:
+            self.form = turn_form(
+                self._apply,
+                self.form,
+                lambda text: self.parse_text(text, tools=[ANY_TOOL], opened=False),
+                self.reasoning.around_words,
+            )
         self.special_tokens = SpecialTokens(tokenizer, self._encode_text, end_ids)
         self.length_bound = LengthBound(tokenizer)
         self._added_tokens = {
@@ -362,7 +369,7 @@ class ChatRenderer:
         # Text with today's date is rendered each time.
         dated = self.reads("strftime_now")
         self._text = self._apply if dated else remembered(self._apply, _CACHED_PROMPTS)
-        self.end_ids = turn_end_ids(tokenizer, self._apply, self._form)
+        self.end_ids = turn_end_ids(tokenizer, self._apply, self.form)
         if not self.end_ids <= self.special_tokens.ids:
             ends = self.end_ids.union(end_ids)
             self.special_tokens = SpecialTokens(tokenizer, self._encode_text, ends)
@@ -394,17 +401,26 @@ class ChatRenderer:
         if self._unseen_tools and (tools or used) and add_generation_prompt:
             _log.warning("%s", self._unseen_tools)
             self._unseen_tools = None  # logged once
-        if lost := [risk for m in messages for risk in risks(m) & self._lost_calls]:
+        if self.form.words == "refused" and any(
+            m.get("tool_calls") and said(m)[1] for m in messages
+        ):
             raise RequestError(
-                f"the model's chat template drops {lost[0]} from the conversation: set "
-                "model.chat_template_path to one that shows them",
+                "the model's chat template drops calls with words beside them from the "
+                "conversation: set model.chat_template_path to one that shows them",
                 path=("messages",),
             )
         extra = chat_template_kwargs or {}
         self._check_template_kwargs(extra)
-        shaped = for_template(list(messages), self._form, developer_role=self._developer_role)
         try:
-            return self._text(shaped, tools, add_generation_prompt=add_generation_prompt, **extra)
+            return render(
+                self._text,
+                messages,
+                tools,
+                self.form,
+                developer_role=self._developer_role,
+                add_generation_prompt=add_generation_prompt,
+                **extra,
+            )
         except Exception as error:
             # A template is a program: it reports what it cannot render by raising, and fails with
             # any error on what it forgot to check.

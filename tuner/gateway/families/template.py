@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final, Literal, Protocol
 
 from tuner.errors import ConfigError
 from tuner.gateway.families.forms import Tools, json_value
-from tuner.gateway.families.parsing import TOOL_CALL_PARSERS
+from tuner.gateway.families.parsing import TOOL_CALL_PARSERS, ParsedMessage
 
 Message = dict[str, Any]
 """A message in the form of chat completions."""
@@ -48,10 +48,23 @@ class TemplateForm:
     Attributes:
         arguments_as_text: Arguments as JSON text, because it writes them unchanged.
         content_always: Content is required, "" if there is none.
+        calls: Several calls of a turn: "together", as they are; "in turn", each as a turn of its
+            own before its result; "joined", likewise, and the results moved behind the last call.
+        words: Words beside calls: "kept", if the template is to treat them; "apart", written by
+            `render`; "refused".
+        around: Text around words that are written apart.
+        before, after: Text of a turn up to the name of its first call, and after its last call.
+        prompt: Text with which the template begins the next turn.
     """
 
     arguments_as_text: bool = False
     content_always: bool = False
+    calls: Literal["together", "in turn", "joined"] = "together"
+    words: Literal["kept", "apart", "refused"] = "kept"
+    around: tuple[str, str] = ("", "")
+    before: str = ""
+    after: str = ""
+    prompt: str = ""
 
 
 def for_template(
@@ -59,7 +72,8 @@ def for_template(
 ) -> list[Message]:
     """Convert checked messages to the form that chat templates expect.
 
-    Text parts become one string and empty fields are removed. Arguments of earlier tool calls
+    Text parts become one string and empty fields are removed, but for the content of a turn without
+    tool calls, which many templates read. Arguments of earlier tool calls
     become the object they spell, because templates write them with `tojson`; text that is not a
     JSON object stays. "developer" becomes "system" unless the template knows it.
 
@@ -73,7 +87,7 @@ def for_template(
         copy = {key: value for key, value in message.items() if value is not None and value != []}
         if "content" in copy:
             copy["content"] = text_of(copy["content"])
-        elif message.get("content") == [] or form.content_always:
+        elif message.get("content") == [] or form.content_always or "tool_calls" not in copy:
             copy["content"] = ""
         if copy["role"] == "developer" and not developer_role:
             copy["role"] = "system"
@@ -254,25 +268,212 @@ def tools_obstacle(apply: ApplyTemplate, form: TemplateForm) -> Obstacle | None:
     return None
 
 
-def risks(message: Message) -> set[str]:
-    """Parts of a turn with calls that some templates drop silently."""
-    calls = message.get("tool_calls") or ()
-    several = {"some of several calls in a turn"} if len(calls) > 1 else set()
-    return several | ({"calls with words beside them"} if calls and said(message)[1] else set())
+def render(
+    apply: ApplyTemplate,
+    messages: Sequence[Message],
+    tools: Tools,
+    form: TemplateForm,
+    *,
+    developer_role: bool = False,
+    **options: Any,
+) -> str:
+    """Messages as the template writes them, and turns that it does not take as the model does.
+
+    Args:
+        apply: The template.
+        messages: Well formed.
+        tools: Tools offered to the model.
+        form: Requirements of the template.
+        developer_role: The template knows the role "developer".
+        options: Keywords of the template.
+    """
+    marks = _Marks(form, messages, tools)
+    turns = list(marks.taken_apart(messages))
+    shaped = for_template(turns, form, developer_role=developer_role)
+    try:
+        text = apply(shaped, tools, **options)
+    except Exception:
+        # Some templates refuse an empty turn, or tags in a text: these are shown a word instead.
+        for empty in (True, False):
+            hidden = [marks.hidden(message, only_empty=empty) for message in shaped]
+            if hidden != shaped:
+                with suppress(Exception):
+                    text = apply(hidden, tools, **options)
+                    if all(said(m)[1] in text for m in hidden if m not in shaped):
+                        return marks.put_back(text)
+        raise
+    return marks.put_back(text)
 
 
-def lost_calls(apply: ApplyTemplate, form: TemplateForm) -> set[str]:
-    """Which of the `risks` apply to the template; one that rejects such a turn drops nothing."""
+class _Marks:
+    """Texts that a template is not shown, and their places in what it writes.
+
+    A mark is a word that is nowhere else in the conversation. It stands for a text, or precedes the
+    name of a call, to show where the template wrote it.
+    """
+
+    def __init__(self, form: TemplateForm, messages: Sequence[Message], tools: Tools) -> None:
+        self._form = form
+        self._conversation = (messages, tools)
+        self._texts: dict[str, str] = {}  # by their marks
+        self._words: dict[str, str] = {}  # by the mark of the call that follows them
+        self._joined: list[list[str]] = []  # the marks of the calls of a turn
+
+    def taken_apart(self, messages: Sequence[Message]) -> Iterator[Message]:
+        """The messages in the form's way with several calls in a turn, and words beside them."""
+        form, place = self._form, 0
+        while place < len(messages):
+            message = messages[place]
+            place += 1
+            calls = message.get("tool_calls") or []
+            words = said(message)[1] if calls and form.words == "apart" else ""
+            several = len(calls) > 1 and form.calls != "together"
+            joined = several and form.calls == "joined"
+            if any(form.after in call["function"]["arguments"] for call in calls):
+                joined = False  # the end of the call would not be found
+            if words or joined:
+                marks = [self._mark("") for _ in calls]
+                calls = [_named(call, mark) for call, mark in zip(calls, marks, strict=True)]
+                self._joined += [marks] if joined else []
+            if words:
+                self._words[marks[0]] = words
+                message = {**message, "content": None}
+            if not several:
+                yield {**message, "tool_calls": calls} if calls else message
+                continue
+            results: list[Message] = []
+            while place < len(messages) and messages[place]["role"] == "tool":
+                results.append(messages[place])
+                place += 1
+            for index, call in enumerate(calls):
+                yield {**(message if index == 0 else _TURN), "tool_calls": [call]}
+                own = [one for one in results if one["tool_call_id"] == call.get("id")]
+                results = [one for one in results if one not in own]
+                yield from own
+            yield from results
+
+    def hidden(self, message: Message, *, only_empty: bool) -> Message:
+        """The message with marks for its texts, or for no text at all."""
+        if message["role"] != "assistant":
+            return message
+        texts = {key: message[key] for key in _TEXTS if isinstance(message.get(key), str)}
+        if message.get("tool_calls"):
+            texts.pop("content", None)
+        if only_empty:
+            texts = {key: text for key, text in texts.items() if key == "content" and not text}
+        return {**message, **{key: self._mark(text) for key, text in texts.items()}}
+
+    def put_back(self, text: str) -> str:
+        """The template's text with each text in its place; turns that it left out stay out."""
+        form = self._form
+        for marks in self._joined:
+            shown = [mark for mark in marks if mark in text]
+            end = self._end(text, shown[0]) if shown else 0
+            for mark in shown[1:]:
+                begin, stop = self._begin(text, mark, form.prompt), self._end(text, mark)
+                text = text[:end] + text[begin:stop] + text[end:begin] + text[stop:]
+                end += stop - begin
+        for mark, words in self._words.items():
+            if mark in text:
+                place = self._begin(text, mark)
+                text = text[:place] + words.join(form.around) + text[place:]
+        for mark, hidden in reversed(self._texts.items()):
+            text = text.replace(mark, hidden)
+        return text
+
+    def _begin(self, text: str, mark: str, prompt: str = "") -> int:
+        """The start of the call whose name has the mark, or of the prompt before it."""
+        head, place = prompt + self._form.before, text.index(mark)
+        if not text[:place].endswith(head):
+            raise ValueError("it begins a tool call in several ways")
+        return place - len(head)
+
+    def _end(self, text: str, mark: str) -> int:
+        """The end of the call whose name has the mark."""
+        return text.index(self._form.after, text.index(mark)) + len(self._form.after)
+
+    def _mark(self, text: str) -> str:
+        if not self._texts:
+            known = repr(self._conversation)
+            self._word = next(w for n in itertools.count() if (w := f"mark{n}q") not in known)
+        mark = f"{self._word}{len(self._texts)}x"
+        self._texts[mark] = text
+        return mark
+
+
+_TEXTS: Final = ("content", "reasoning_content", "reasoning")
+_TURN: Final[Message] = {"role": "assistant", "content": None}
+
+
+def _named(call: dict[str, Any], mark: str) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "name": mark + function["name"]}}
+
+
+_WORDS: Final = "I look."
+_REASONED: Final = {"reasoning_content": "Hm."}
+
+
+def turn_form(
+    apply: ApplyTemplate,
+    form: TemplateForm,
+    parse: Callable[[str], ParsedMessage],
+    around: tuple[str, str],
+) -> TemplateForm:
+    """`form`, with a way for turns that the template refuses, cuts or makes something else of.
+
+    Args:
+        apply: A template that supports conversations with tool calls.
+        form: As `template_form` found it.
+        parse: Parses a turn with a tool call.
+        around: Text around words before a call, as the model writes them.
+    """
     user, one, result, other, another = ANY_CALL
     both = {**one, "tool_calls": one["tool_calls"] + other["tool_calls"]}
-    lost: set[str] = set()
-    for turn, results in ((both, [result, another]), ({**one, "content": "I look."}, [result])):
-        shaped = for_template([user, turn, *results], form, developer_role=False)
+    spoken = {**one, "content": _WORDS}
+
+    def shown(form: TemplateForm, turn: Message, *results: Message) -> str | None:
+        """The text from the turn on; None if the template refuses it or leaves calls out."""
         with suppress(Exception):
-            text = apply(shaped, [ANY_TOOL], add_generation_prompt=True)
-            if not all(city in text for city in _CITIES[: len(results)]):
-                lost |= risks(turn)
-    return lost
+            prompt = render(apply, [user], [ANY_TOOL], form, add_generation_prompt=True)
+            text = render(
+                apply, [user, turn, *results], [ANY_TOOL], form, add_generation_prompt=True
+            )
+            named = [*_CITIES[: len(results)], *_RESULTS[: len(results)]]
+            if all(name in text for name in named):
+                same = itertools.takewhile(
+                    lambda pair: pair[0] == pair[1], zip(prompt, text, strict=False)
+                )
+                return text[sum(1 for _ in same) :].partition(_RESULTS[0])[0]
+        return None
+
+    written = _turn(apply, form) or ""
+    if _NAME not in written or "}" not in written:
+        return form
+    prompted = ""
+    with suppress(Exception):  # as in `_turn`
+        asked = apply([user], [ANY_TOOL], add_generation_prompt=False)
+        prompted = apply([user], [ANY_TOOL], add_generation_prompt=True).removeprefix(asked)
+    parts = replace(
+        form,
+        before=written[: written.index(_NAME)],
+        after=written[written.rindex("}") + 1 :],
+        prompt=prompted,
+        around=around,
+    )
+    text = shown(form, spoken, result)
+    if text is None or _WORDS in (parse(text).reasoning or ""):
+        apart = replace(parts, words="apart")
+        texts = [shown(apart, {**spoken, **more}, result) for more in ({}, _REASONED)]
+        kept = all(text is not None and _WORDS in (parse(text).content or "") for text in texts)
+        form = apart if kept else replace(form, words="refused")
+    if shown(form, both, result, another) is None:
+        joined = replace(parts, words=form.words, calls="joined")
+        text = shown(joined, both, result, another) if joined.after else None
+        read = parse(text[: text.rindex(joined.after)]) if text else ParsedMessage(None)
+        several = len(read.tool_calls) == 2 and read.content is None
+        form = joined if several else replace(form, calls="in turn")
+    return form
 
 
 _OPTIONAL: Final = {"description": "", "parameters": {"type": "object", "properties": {}}}
