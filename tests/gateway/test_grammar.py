@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, Literal
 
 import openai
@@ -587,6 +588,83 @@ def test_mistral_names_each_call_where_the_tokenizer_has_a_token_for_it() -> Non
     )
     one = [256, *ids_of("ping"), 257, *ids_of("{}")]
     assert allowed(GRAMMARS, form, [*one, *one, END], VOCABULARY)[-1, END]
+
+
+HARMONY = "<|channel|>commentary to=functions.ping <|constrain|>json<|message|>{}"
+ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+ATEM = (
+    ' to=ping<|message|><atem:function_calls>\n<atem:invoke name="ping">\n</atem:invoke>\n'
+    "</atem:function_calls>"
+)
+SELF = " to=self<|message|>Hm.<|eom|><|start|>assistant"
+K3 = (
+    '<|open|>tools<|sep|><|open|>call tool="ping" index="1"<|sep|><|close|>call<|sep|>'
+    "<|close|>tools<|sep|>"
+)
+K3_SAID = "<|open|>response<|sep|>{}<|close|>response<|sep|>"
+FRAMES = [
+    # parsers, completions that call, completions of JSON, completions that cannot be
+    (
+        ("openai", "openai_gptoss"),
+        [
+            HARMONY,
+            ANALYSIS + HARMONY,
+            f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{HARMONY}",
+        ],
+        [FINAL + '{"x": true}', f'{ANALYSIS}{FINAL}{{"x": true}}'],
+        ["hello", HARMONY.replace("ping", "pong"), '{"x": true}', f"{FINAL}{{}}"],
+    ),
+    (
+        ("muse", "muse"),
+        [ATEM, SELF + ATEM, f" to=commentary<|message|>I look.<|eom|><|start|>assistant{ATEM}"],
+        [' to=user<|message|>{"x": true}', f'{SELF} to=user<|message|>{{"x": true}}'],
+        ["hello", ATEM.replace("ping", "pong")],
+    ),
+    (
+        ("kimi_k3", "kimi_k3"),
+        [K3, f"<|open|>think<|sep|>Hm.<|close|>think<|sep|>{K3_SAID.format('I look.')}{K3}"],
+        ['{"x": true}', K3_SAID.format('{"x": true}') + "<|close|>message<|sep|>"],
+        [K3.replace("ping", "pong"), K3_SAID.format("{}")],
+    ),
+]
+
+
+@pytest.mark.parametrize(("parsers", "calls", "answers", "refused"), FRAMES)
+def test_calls_and_answers_stand_in_what_a_family_writes_around_them(
+    parsers: tuple[str, str], calls: list[str], answers: list[str], refused: list[str]
+) -> None:
+    renderer = ChatRenderer(tokenizer(), tool_call_parser="none", reasoning_parser=parsers[1])
+    read = TOOL_CALL_PARSERS[parsers[0]]
+    free = [token_id for token_id in range(256, VOCABULARY) if token_id != END]
+    tags = re.compile(r"(<\|\w+\|>)")
+    tokens = dict(zip(sorted({*tags.findall("".join([*calls, *answers]))}), free, strict=False))
+
+    def follows(constraints: Constraints, text: str) -> bool:
+        form = grammar_of(
+            constraints,
+            tool_call_parser=parsers[0],
+            reasoning_parser=parsers[1],
+            opened=False,
+            token_id=tokens.get,
+        )
+        state = GRAMMARS.start(form)
+        pieces = ([tokens[t]] if t in tokens else ids_of(t) for t in tags.split(text) if t)
+        return all(may_follow(state, token_id) for piece in [*pieces, [END]] for token_id in piece)
+
+    auto = Constraints([PING, SAY])
+    for text in calls:
+        assert follows(auto, text)
+        rest = renderer.parse_text(text, tools=[], opened=False).content or ""
+        words, (call,), malformed = read(rest, [PING])
+        assert (call.name, malformed, words.strip() in ("", "I look.")) == ("ping", 0, True)
+    assert follows(Constraints([PING], REQUIRED), calls[0])
+    said = Constraints([], answer=ANSWER)
+    for text in answers:
+        assert follows(said, text)
+        assert renderer.parse_text(text, tools=[], opened=False).content == '{"x": true}'
+    assert not any(follows(Constraints([PING], REQUIRED), text) for text in (*answers, *refused))
+    assert not any(follows(said, text) for text in (*calls, *refused))
 
 
 XML_TOOL = {

@@ -361,6 +361,7 @@ class CallForm:
             any white space.
         attempt: Regular expression: how such a block begins if it was meant as a call.
         closer_ends_turn: Whether models stop at the closer, so that it is not in the text.
+        outside: Tags that text without calls does not contain, beside the openers.
         short_ids: Whether the family's templates need call ids of nine letters and digits.
     """
 
@@ -379,6 +380,7 @@ class CallForm:
     start: str = ""
     attempt: str = ""
     closer_ends_turn: bool = False
+    outside: tuple[str, ...] = ()
     short_ids: bool = False
 
     @cached_property
@@ -390,7 +392,9 @@ class CallForm:
         """Tags that no value contains that a grammar allows."""
         texts = [part for body in self.bodies for part in FIELD.split(body)]
         found = [FIELD.split(self.parameter)[0], *texts[:1], *texts[-1:], self.opener, self.closer]
-        return tuple(dict.fromkeys(text.strip() for text in found if text.strip()))
+        return tuple(
+            dict.fromkeys(text.strip() for text in found if text.strip().startswith(("<", "]")))
+        )
 
     @cached_property
     def unclosed(self) -> re.Pattern[str]:

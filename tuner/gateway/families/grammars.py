@@ -28,7 +28,13 @@ from typing import Any, Literal
 from tuner.encoding import displayable
 from tuner.engines.base import EngineCapabilities
 from tuner.gateway.families.forms import FIELD, FORMS, CallForm
-from tuner.gateway.families.parsing import TAG_FORMS, TagForm
+from tuner.gateway.families.parsing import (
+    CHANNEL_FORMS,
+    START,
+    TAG_FORMS,
+    ChannelForm,
+    TagForm,
+)
 from tuner.gateway.families.values import (
     callable_parameters,
     json_schema,
@@ -46,6 +52,10 @@ from tuner.gateway.request_error import Path, RequestError, shown
 
 
 TokenId = Callable[[str], int | None]
+# What may be a token of its own in a row.
+_TAG = re.compile(r"(<[^<>\s]+>|｜[^｜\s]+｜|\]<\]minimax\[>\[|\[[A-Z_]+\])")
+_NAMED = re.compile(r"[^\s<>{}()\[\]\"'=]+")
+_SPACE = '" "?'
 
 
 class Rules:
@@ -120,6 +130,20 @@ class Rules:
         meant = f"({text}) & ~({' | '.join(refused)})"
         value = self.fresh("VALUE", f"{meant} | {words}" if words else meant)
         return f"{value} {self.tag(tag)}" if self.has(tag) else self._lazy(value, tag)
+
+    def spelled(self, text: str) -> str:
+        """A part of a family's format; tags that are tokens as these."""
+        if text == " ":
+            return _SPACE
+        parts: list[str] = []
+        plain = ""
+        for piece in filter(None, _TAG.split(text)):
+            if self.has(piece):
+                parts += [literal(plain)] * bool(plain) + [self.tag(piece)]
+                plain = ""
+            else:
+                plain += piece
+        return " ".join(parts + [literal(plain)] * bool(plain))
 
     def has(self, text: str) -> bool:
         """Whether the tag is a single token."""
@@ -260,11 +284,6 @@ _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additional
 
 # A family's calls, by its row of the table.
 
-# What may be a token of its own in a row.
-_TAG = re.compile(r"(<[^<>\s]+>|｜[^｜\s]+｜|\]<\]minimax\[>\[|\[[A-Z_]+\])")
-_NAMED = re.compile(r"[^\s<>{}()\[\]\"'=]+")
-_SPACE = '" "?'
-
 
 class CallGrammar:
     """The grammar of a family's calls.
@@ -289,26 +308,30 @@ class CallGrammar:
             separator = separator or self._separator()
             more = f" ({separator} {call})*" if several else ""
             inside = f"{opening} {call}{more} {closing}"
-            rest = " ".join(inside if piece == field else self.spelled(piece) for piece in pieces)
+            rest = " ".join(
+                inside if piece == field else self._rules.spelled(piece) for piece in pieces
+            )
             several = False
         else:
             bodies = (" ".join(self._piece(tool, piece) for piece in pieces) for tool in tools)
             rest = rules.add("call", " | ".join(bodies))
         if not form.start:
-            rest += f" {self.spelled(form.closer)}"
+            rest += f" {self._rules.spelled(form.closer)}"
         if several:
-            rest += f" ({self.spelled(form.between + form.opener)} {rest})*"
-        self._calls = rules.add("calls", f"{rest} {self.spelled(form.section[1])}")
+            rest += f" ({self._rules.spelled(form.between + form.opener)} {rest})*"
+        self._calls = rules.add("calls", f"{rest} {self._rules.spelled(form.section[1])}")
 
     def calls(self) -> str:
         """One call or several, with nothing before or after."""
         if self._form.start:
             return self._calls
-        return f"{self.spelled(self._form.section[0] + self._form.opener)} {self._calls}"
+        return f"{self._rules.spelled(self._form.section[0] + self._form.opener)} {self._calls}"
 
     def free(self) -> str:
         """Text without a call."""
         form = self._form
+        if form.outside:
+            return self._rules.free(*form.outside)
         tags = [tag for tag in (form.section[0].strip(), form.opener, *form.other_openers) if tag]
         return self._rules.free(*tags, begins=form.start or None)
 
@@ -322,21 +345,7 @@ class CallGrammar:
         tag = first[0] if first else form.section[0].strip() or form.opener
         others = [one for one in (form.opener, *form.other_openers) if not one.startswith(tag)]
         before = self._rules.free_until(tag, *others)
-        return f"{before} {self.spelled(opening[len(tag) :])} {self._calls}"
-
-    def spelled(self, text: str) -> str:
-        """A part of the row; tags that are tokens as these."""
-        if text == " ":
-            return _SPACE
-        parts: list[str] = []
-        plain = ""
-        for piece in filter(None, _TAG.split(text)):
-            if self._rules.has(piece):
-                parts += [literal(plain)] * bool(plain) + [self._rules.tag(piece)]
-                plain = ""
-            else:
-                plain += piece
-        return " ".join(parts + [literal(plain)] * bool(plain))
+        return f"{before} {self._rules.spelled(opening[len(tag) :])} {self._calls}"
 
     def _separator(self) -> str:
         between = self._form.between
@@ -366,7 +375,11 @@ class CallGrammar:
             return _MEMBERS[piece](self, tool)
         if piece == "{name}":
             return literal(self._name(tool.name, tool.path))
-        return self._rules.fresh("ID", "/[0-9]{1,4}/") if piece == "{id}" else self.spelled(piece)
+        return (
+            self._rules.fresh("ID", "/[0-9]{1,4}/")
+            if piece == "{id}"
+            else self._rules.spelled(piece)
+        )
 
     def _name(self, name: str, path: Path) -> str:
         if not _NAMED.fullmatch(name):
@@ -430,10 +443,12 @@ class CallGrammar:
         for says, schema in ways:
             fields = {"{key}": key, "{string}": literal(says), "{type}": literal(says)}
             head = " ".join(
-                fields.get(piece) or self.spelled(piece) for piece in FIELD.split(opening) if piece
+                fields.get(piece) or self._rules.spelled(piece)
+                for piece in FIELD.split(opening)
+                if piece
             )
             value = value_grammar(self._rules, schema, root, path, end=end, without=markup)
-            found.append(f"{head} {value} {self.spelled(closing[len(end) :])}")
+            found.append(f"{head} {value} {self._rules.spelled(closing[len(end) :])}")
         return found[0] if len(found) == 1 else f"({' | '.join(found)})"
 
     def _python(self, tool: CallableTool) -> str:
@@ -456,7 +471,7 @@ class CallGrammar:
 
     def _brace_value(self, declared: Any, root: Any, path: Path) -> str:
         rules, (opener, end) = self._rules, self._form.quote
-        before = self.spelled(opener)
+        before = self._rules.spelled(opener)
         if self._form.by_schema:
             return f"{before} {value_grammar(rules, declared, root, path, end=end)}"
         types = types_of(declared, root) or JSON_TYPES
@@ -492,11 +507,11 @@ class CallGrammar:
             if "array" in names & types:
                 items = (*place, "items")
                 item = self._element_value(schema.get("items"), root, items, "item")
-                one = f"{self.spelled(f'{mark}<item>')} {item}"
-                ways.append(f"({one})* {self.spelled(mark + tag)}")
+                one = f"{self._rules.spelled(f'{mark}<item>')} {item}"
+                ways.append(f"({one})* {self._rules.spelled(mark + tag)}")
             if "object" in names & types:
                 members = self._members(schema, root, place, "", self._element_value, "")
-                ways.append(f"{members} {self.spelled(mark + tag)}")
+                ways.append(f"{members} {self._rules.spelled(mark + tag)}")
         if scalars := types - {"array", "object"}:
             only = _narrowed(declared, scalars) if scalars != types else declared
             value = value_grammar(rules, only, root, path, end=mark)
@@ -527,7 +542,7 @@ class CallGrammar:
             if before:
                 one = f"{literal(before.format(key))} {value(schema, root, place)}"
             else:
-                opening = self.spelled(f"{self._form.mark}<{key}>")
+                opening = self._rules.spelled(f"{self._form.mark}<{key}>")
                 one = f"{opening} {value(schema, root, place)}"
             found.append((self._rules.fresh("member", one), name in parameters.required))
         # What may follow, if nothing has come yet, and if something has.
@@ -541,6 +556,12 @@ class CallGrammar:
         return first
 
 
+CALL_FORMS: Mapping[str, CallForm] = {
+    **FORMS,
+    "openai": CHANNEL_FORMS["openai_gptoss"].call,
+    "muse": CHANNEL_FORMS["muse"].call,
+}
+"""By the names of the tool-call parsers."""
 JSON_TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 _TOGETHER = {
     "{objects}": ("", "", ""),
@@ -592,12 +613,42 @@ def _alternatives(declared: Any, root: Any, path: Path) -> Iterator[tuple[Mappin
         yield schema, path
 
 
-def _reasoning(tags: TagForm, rules: Rules, opened: bool) -> str:
-    """Reasoning, required to end if the prompt has opened it, otherwise optional."""
-    body = rules.until(tags.closer)
+@dataclass(frozen=True)
+class _Frame:
+    """What a family writes around the parts of a completion.
+
+    Attributes:
+        before: Reasoning, required to end if the prompt has opened it, otherwise optional.
+        answer: Around an answer.
+        words: Around words before a call; None if a call simply follows them.
+    """
+
+    before: str = ""
+    answer: tuple[str, str] = ("", "")
+    words: tuple[str, str] | None = None
+
+
+def _tag_frame(tags: TagForm, rules: Rules, opened: bool) -> _Frame:
+    first = _TAG.match(tags.closer)
+    tag = first[0] if first and rules.has(first[0]) else tags.closer
+    body = f"{rules.until(tag)} {rules.spelled(tags.closer[len(tag) :])}".strip()
     if tags.line_ends:
         body += f" {rules.fresh('GAP', literal(chr(10)) + '{1,2}')}?"
-    return body if opened else f"({rules.tag(tags.opener)} {body})?"
+    before = f"{body} " if opened else f"({rules.spelled(tags.opener)} {body})? "
+    if tags.answer == ("", ""):
+        return _Frame(before)
+    opener, closer, end = (
+        f"({rules.spelled(text)})?" if text else "" for text in (*tags.answer, tags.end)
+    )
+    return _Frame(before, (opener, f"{closer} {end}"), (opener, closer))
+
+
+def _channel_frame(channels: ChannelForm, rules: Rules, opened: bool) -> _Frame:
+    following = rules.spelled(f"{START}assistant")
+    thought = f"{rules.until(channels.ends[0])} {following} "
+    before = thought if opened else f"({rules.spelled(channels.opener)} {thought})? "
+    answer, words = map(rules.spelled, channels.speech)
+    return _Frame(before, (answer, ""), (words, f"{rules.tag(channels.ends[0])} {following}"))
 
 
 def grammar_of(
@@ -622,25 +673,40 @@ def grammar_of(
     path = constraints.path
     if path is None:
         return ""
-    tags = TAG_FORMS.get(reasoning_parser)
-    if tags is None and reasoning_parser != "none":
-        raise _no_form(path, "reasoning_parser", reasoning_parser, TAG_FORMS)
-    rules = Rules(token_id, tags.opener if tags else None)
-    before = _reasoning(tags, rules, opened) + " " if tags else ""
+    rules, frame = _framed(path, reasoning_parser, opened, token_id)
+    answer = constraints.answer
     bodies = []
     if constraints.tools:
-        if tool_call_parser not in FORMS:
-            raise _no_form(path, "tool_call_parser", tool_call_parser, FORMS)
+        if tool_call_parser not in CALL_FORMS:
+            raise _no_form(path, "tool_call_parser", tool_call_parser, CALL_FORMS)
+        form = CALL_FORMS[tool_call_parser]
         several = constraints.parallel_tool_calls and not constraints.tool_choice.once
-        calls = CallGrammar(FORMS[tool_call_parser], rules, _callable(constraints), several=several)
-        if constraints.answer is None and constraints.tool_choice.mode == "auto":
-            bodies += [calls.free(), calls.after_text()]
+        calls = CallGrammar(form, rules, _callable(constraints), several=several)
+        if answer is None and constraints.tool_choice.mode == "auto":
+            after = calls.after_text()
+            if frame.words is not None:
+                after = f"({frame.words[0]} {calls.free()} {frame.words[1]})? {calls.calls()}"
+            bodies += [" ".join((frame.answer[0], calls.free(), frame.answer[1])).strip(), after]
         else:
             bodies.append(calls.calls())
-    answer = constraints.answer
     if answer is not None and not (constraints.tools and constraints.tool_choice.mode != "auto"):
-        bodies.append(rules.json(json_schema(answer.schema, answer.path)))
-    return displayable(f"start: {before}({' | '.join(bodies)})\n{rules.text()}")
+        found = rules.json(json_schema(answer.schema, answer.path))
+        bodies.append(" ".join((frame.answer[0], found, frame.answer[1])).strip())
+    return displayable(f"start: {frame.before}({' | '.join(bodies)})\n{rules.text()}")
+
+
+def _framed(
+    path: Path, reasoning_parser: str, opened: bool, token_id: TokenId
+) -> tuple[Rules, _Frame]:
+    if (tags := TAG_FORMS.get(reasoning_parser)) is not None:
+        rules = Rules(token_id, tags.opener)
+        return rules, _tag_frame(tags, rules, opened)
+    rules = Rules(token_id, None)
+    if (channels := CHANNEL_FORMS.get(reasoning_parser)) is not None:
+        return rules, _channel_frame(channels, rules, opened)
+    if reasoning_parser != "none":
+        raise _no_form(path, "reasoning_parser", reasoning_parser, {**TAG_FORMS, **CHANNEL_FORMS})
+    return rules, _Frame()
 
 
 def _callable(constraints: Constraints) -> list[CallableTool]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from tuner.gateway.families.forms import (
@@ -497,7 +497,7 @@ def _after_space(text: str, position: int) -> int:
 # completion's text.
 
 
-_START, _MESSAGE = "<|start|>", "<|message|>"
+START, _MESSAGE = "<|start|>", "<|message|>"
 
 
 @dataclass(frozen=True)
@@ -512,6 +512,8 @@ class ChannelForm:
         reasoning, content: What headers say of messages of these kinds.
         bare: What a header without any group says.
         read: The call in a message to a tool: its recipient and its text.
+        call: A message to a tool as the family's models write it.
+        speech: The header of an answer, and of words before a call.
     """
 
     opener: str
@@ -521,6 +523,8 @@ class ChannelForm:
     reasoning: tuple[str, ...]
     content: tuple[str, ...]
     read: Callable[[str, str, Tools], ParsedToolCall | None]
+    call: CallForm
+    speech: tuple[str, str]
     bare: str = ""
 
     def says(self, header: re.Match[str]) -> str:
@@ -539,9 +543,9 @@ class ChannelForm:
     @property
     def tool_calls(self) -> ToolCallForm:
         return ToolCallForm(
-            openers=(f"{_START}assistant", *(tag for tag in self.begins if tag[0] == "<")),
+            openers=(f"{START}assistant", *(tag for tag in self.begins if tag[0] == "<")),
             closers=self.ends,
-            cuts=(_START,),
+            cuts=(START,),
             at_start="to=",
             read=self._read,
         )
@@ -579,22 +583,44 @@ HARMONY = ChannelForm(
         r"<\|channel\|>(?:\w+\s*to=([^\s<]+)|(\w+))\s*"
         r"(?:<\|constrain\|>)?\s*\w*\s*<\|message\|>"
     ),
-    begins=(_START, "<|channel|>", "to="),
+    begins=(START, "<|channel|>", "to="),
     ends=("<|end|>", "<|call|>", "<|return|>"),
     reasoning=("analysis",),
     content=("final", "commentary"),
     read=_functions_call,
+    call=CallForm(
+        opener="<|channel|>commentary to=functions.",
+        bodies=(f"{{name}} <|constrain|>json{_MESSAGE}{{arguments}}",),
+        between=f"<|call|>{START}assistant",
+        outside=(START, "<|end|>", "<|call|>", "<|return|>"),
+    ),
+    speech=(f"<|channel|>final{_MESSAGE}", f"<|channel|>commentary{_MESSAGE}"),
 )
 MUSE = ChannelForm(
-    opener=f"to=self{_MESSAGE}",
+    opener=f" to=self{_MESSAGE}",
     header=re.compile(r"\s*(?:<\|start\|>assistant)?\s*(?:to=([^\s<]+))?\s*<\|message\|>"),
-    begins=(_START, _MESSAGE, "to="),
+    begins=(START, _MESSAGE, "to="),
     ends=("<|eom|>", "<|eot|>"),
     reasoning=("self",),
     content=("user", "commentary"),
     bare="self",
     read=_atem_call,
+    call=replace(
+        ATEM,
+        opener=" to=",
+        bodies=(
+            f'{{name}}{_MESSAGE}{ATEM.section[0]}{ATEM.opener} name="{{name}}">\n'
+            f"{{parameters}}{ATEM.closer}{ATEM.section[1]}",
+        ),
+        closer="",
+        section=("", ""),
+        between=f"<|eom|>{START}assistant",
+        outside=(START, "<|eom|>", "<|eot|>"),
+    ),
+    speech=(f" to=user{_MESSAGE}", f" to=commentary{_MESSAGE}"),
 )
+CHANNEL_FORMS = {"openai_gptoss": HARMONY, "muse": MUSE}
+"""By the names of the reasoning parsers."""
 
 
 class ChannelScanner:
@@ -609,8 +635,8 @@ class ChannelScanner:
 
     def __init__(self, form: ChannelForm, opened: bool) -> None:
         self._form = form
-        self._closing = _any_of((*form.ends, _START))
-        self._in_header = _any_of((_MESSAGE, *form.ends, _START))
+        self._closing = _any_of((*form.ends, START))
+        self._in_header = _any_of((_MESSAGE, *form.ends, START))
         self._text = ""
         self._state = "analysis" if opened else "header"
         self._kinds: set[str] = set()  # of the messages so far
@@ -673,9 +699,9 @@ class ChannelScanner:
 
     def _body(self, deltas: list[Delta], *, final: bool) -> bool:
         end = self._closing.search(self._text)
-        kept = len(self._text) if final else begun(self._text, (*self._form.ends, _START))
+        kept = len(self._text) if final else begun(self._text, (*self._form.ends, START))
         if end:
-            raw_end = self._state == "raw" and end[0] != _START
+            raw_end = self._state == "raw" and end[0] != START
             kept = end.end() if raw_end else end.start()
         if kept:
             text = self._text[:kept]
@@ -684,14 +710,14 @@ class ChannelScanner:
         if end is None:
             self._text = self._text[kept:]
             return False
-        self._text = self._text[end.start() if end[0] == _START else end.end() :]
+        self._text = self._text[end.start() if end[0] == START else end.end() :]
         self._state = "between"
         return True
 
     def _between(self, deltas: list[Delta], *, final: bool) -> bool:
-        if self._text.startswith(_START):
+        if self._text.startswith(START):
             self._state = "header"
-        elif _START.startswith(self._text) and not (final and self._text):
+        elif START.startswith(self._text) and not (final and self._text):
             return False
         else:
             self._enter("raw", deltas)
@@ -749,15 +775,12 @@ REASONING_PARSERS: dict[str, ReasoningParser] = {
     "openai_gptoss": ReasoningParser(
         HARMONY.opener,
         HARMONY.scanner,
-        around_words=(
-            f"<|channel|>commentary{_MESSAGE}",
-            f"{HARMONY.ends[0]}{_START}assistant",
-        ),
+        around_words=(HARMONY.speech[1], f"{HARMONY.ends[0]}{START}assistant"),
     ),
     "muse": ReasoningParser(
         MUSE.opener,
         MUSE.scanner,
-        around_words=(f" to=commentary{_MESSAGE}", f"{MUSE.ends[0]}{_START}assistant"),
+        around_words=(MUSE.speech[1], f"{MUSE.ends[0]}{START}assistant"),
     ),
     "none": ReasoningParser(None, lambda opened: PlainText()),
 }
