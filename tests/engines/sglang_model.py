@@ -70,7 +70,8 @@ class Model:
     def logits(self, ids: list[int], cache: Any) -> Tensor:
         """Logits of the token after `ids`, [V]; `cache` grows by what was missing."""
         rest = torch.tensor([ids[cache.get_seq_length() :]])
-        return self.model(rest, past_key_values=cache, use_cache=True).logits[0, -1].float()
+        # The fourth is the cache, whose name depends on the version of transformers.
+        return self.model(rest, None, None, cache, use_cache=True).logits[0, -1].float()
 
     def matcher(self, ebnf: str) -> Any:
         """As SGLang's grammar backend llguidance compiles a request's `ebnf`."""

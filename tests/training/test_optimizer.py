@@ -1,6 +1,8 @@
 """Float32 masters, their state and where it lies, against training in float32."""
 
 import copy
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -136,8 +138,20 @@ def test_moments_of_8_bits_take_the_way_of_float32(offload):
     assert all(t.dtype == torch.uint8 for t in large)
 
 
+def test_the_library_of_8_bits_prints_nothing_of_its_own():
+    pytest.importorskip("bitsandbytes")
+    script = (
+        "import torch; from tuner.training.optimizer import make_optimizer; "
+        "make_optimizer([torch.nn.Parameter(torch.zeros(1))], lr=1e-3, state='8bit')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout + done.stderr == ""
+
+
 def test_8_bits_without_the_library_are_refused_with_what_to_install(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "bitsandbytes.optim", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
     with pytest.raises(ConfigError, match=r"needs bitsandbytes.*pip install .*\[gpu\]"):
         make_optimizer(weights(torch.float32), lr=1e-3, state="8bit")
 

@@ -320,7 +320,7 @@ class OpenEnv(Environment):
 
     Raises:
         ConfigError: There is no server, or settings contradict each other.
-        MissingDependencyError: openenv-core is not installed.
+        MissingDependencyError: openenv is not installed.
     """
 
     def __init__(
@@ -490,7 +490,7 @@ def _clients() -> tuple[type[Any], type[Any], type[Any]]:
         from openenv.core.mcp_client import MCPClientBase
     except ImportError as error:
         raise MissingDependencyError(
-            f"OpenEnv needs openenv-core, which cannot be imported ({error}): "
+            f"OpenEnv needs the package openenv, which cannot be imported ({error}): "
             f"{pip_install('openenv')}"
         ) from error
     return EnvClient, GenericEnvClient, MCPClientBase

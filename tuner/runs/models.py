@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import threading
-import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING, dataclass, fields
@@ -24,7 +23,13 @@ from transformers import PreTrainedModel
 from tuner.config.keys import check_path, hub_or_cache, located, require_gguf
 from tuner.config.schema import DEFAULT_ALPHA, DEFAULT_RANK, DEFAULT_TARGETS, LoraSection
 from tuner.engines.request import end_ids_of
-from tuner.errors import ConfigError, MissingDependencyError, ModelLoadError, pip_install
+from tuner.errors import (
+    ConfigError,
+    MissingDependencyError,
+    ModelLoadError,
+    pip_install,
+    quiet_library,
+)
 from tuner.runs.directory import ADAPTER_CONFIG, OBJECTS
 from tuner.runs.record import fingerprint_of_weights
 from tuner.tasks.selection import derive_seed
@@ -119,20 +124,6 @@ def quiet_transformers() -> Iterator[None]:
 # hides DeprecationWarnings. Appended, so that `python -W` and the user's filters come first.
 _LIBRARIES = r"(torch|transformers|peft|accelerate|bitsandbytes|datasets|huggingface_hub|tuner)\b"
 warnings.filterwarnings("ignore", category=FutureWarning, module=_LIBRARIES, append=True)
-
-
-@contextmanager
-def quiet_import(library: str) -> Iterator[None]:
-    """Hide Python's warnings, and those that a library logs, while it is imported."""
-    log = logging.getLogger(library)
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.setLevel(level)
 
 
 @contextmanager
@@ -638,7 +629,7 @@ class Adapter:
 def require_peft() -> None:
     """Raises MissingDependencyError if peft is not installed."""
     try:
-        with quiet_import("bitsandbytes"):  # which peft imports where it is installed
+        with quiet_library("bitsandbytes"):  # which peft imports where it is installed
             import peft  # noqa: F401  # only to see whether it is installed and works
     except ImportError as error:
         raise MissingDependencyError(
@@ -685,10 +676,8 @@ def add_adapter(
     config.base_model_name_or_path = None  # peft would use the folder's name, and print a message
     shared = _shared_layers(model)
     try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            # Warnings about deprecated names that peft uses, and about tied layers, which are
-            # rejected below.
-            warnings.simplefilter("ignore")
+        # peft warns of deprecated names that it uses, and of tied layers, which are rejected below.
+        with torch.random.fork_rng(devices=[]), quiet_library("peft"):
             torch.manual_seed(derive_seed(seed, "lora"))
             wrapped: Any = get_peft_model(model, config)
     except (ValueError, TypeError, NotImplementedError) as error:

@@ -16,7 +16,7 @@ from tuner.config.keys import located
 from tuner.config.schema import DEFAULT_RANK
 from tuner.config.source import GGUF, PACKAGE, lookup
 from tuner.encoding import NotText, read_text_file
-from tuner.errors import ConfigError, TunerError
+from tuner.errors import ConfigError, TunerError, quiet_library
 from tuner.runs.directory import MANIFEST, TRAINER_STATE, read_metrics
 from tuner.tools.candidates import Candidate, find_candidate
 
@@ -112,7 +112,8 @@ def _merged(candidate: Candidate, dtype: str | None) -> PreTrainedModel:
 
     assert candidate.base is not None
     model = _loaded(candidate.base, "float32")
-    merged: Any = PeftModel.from_pretrained(model, candidate.path).merge_and_unload()
+    with quiet_library("peft"):  # it uses deprecated names
+        merged: Any = PeftModel.from_pretrained(model, candidate.path).merge_and_unload()
     own = load_settings(candidate.base).get_text_config().dtype or model.dtype
     whole: PreTrainedModel = merged.to(own if dtype is None else getattr(torch, dtype))
     return whole

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tuner.errors import ConfigError, TrainingError, pip_install
+from tuner.errors import ConfigError, TrainingError, pip_install, quiet_library
 
 Scheduler = Literal["constant", "linear", "cosine"]
 
@@ -268,7 +268,8 @@ def _beside(gradient: Tensor | None, master: Tensor) -> Tensor | None:
 
 def _adam8bit(masters: list[nn.Parameter], **settings: Any) -> torch.optim.Optimizer:
     try:
-        from bitsandbytes.optim import AdamW8bit
+        with quiet_library("bitsandbytes"):
+            from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
         raise ConfigError(
             "tuner.optimizer_state = '8bit' needs bitsandbytes, which is not installed "

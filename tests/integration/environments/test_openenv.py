@@ -562,7 +562,8 @@ async def test_a_file_names_it(letters_url):
     given = {"kind": "openenv", "url": letters_url, "max_turns": 2, "message_of": "json:dumps"}
     output, calls = await output_of(from_settings(given, "tuner.environment"), {"seed": 1}, "40")
     assert output.metrics["turns"] == 2
-    assert calls[0].messages[0]["content"] == '{"text": "Guess!", "seed": null}'
+    said = json.loads(calls[0].messages[0]["content"])
+    assert (said["text"], said["seed"]) == ("Guess!", None)  # and metadata, in most versions
 
 
 def test_seeds_are_rows_where_there_is_no_dataset():

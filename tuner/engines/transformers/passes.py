@@ -494,6 +494,13 @@ def forward_options(model: PreTrainedModel) -> dict[str, Any]:
     return {}
 
 
+def cache_argument(model: PreTrainedModel) -> str:
+    """Name of the cache among the model's arguments and outputs: `cache` since transformers 5.24,
+    two names before, and in models with code of their own."""
+    names = inspect.signature(model.forward).parameters
+    return next((name for name in ("cache", "cache_params") if name in names), "past_key_values")
+
+
 def continued(
     model: PreTrainedModel, ids: Tensor, cache: Any, first: int | None
 ) -> tuple[Tensor, Any]:
@@ -503,8 +510,7 @@ def continued(
     Args:
         first: Position of the first id; None if the model knows it from the cache.
     """
-    names = inspect.signature(model.forward).parameters
-    name = "cache_params" if "cache_params" in names else "past_key_values"
+    name = cache_argument(model)
     options = forward_options(model) | {name: cache}
     if first is not None:
         places = torch.arange(first, first + ids.shape[1], device=ids.device)
@@ -643,6 +649,7 @@ class RowPass:
         self._model = model
         self._windows = windows
         self._options = forward_options(model)
+        self._cache_argument = cache_argument(model)
         self._plain = PlainDecoder(model, windows) if plain else None
         self.shares = shares
         self.layers: int = model.config.get_text_config(decoder=True).num_hidden_layers
@@ -671,8 +678,8 @@ class RowPass:
             position_ids=positions,
             # Models with one kind of layer take a tensor, those with several a dict.
             attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-            past_key_values=cache,
             use_cache=True,
+            **{self._cache_argument: cache},
             **self._options,
         )
         logits: Tensor = output.logits[:, -1]
