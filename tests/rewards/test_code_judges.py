@@ -122,6 +122,12 @@ async def test_unit_tests_are_run_by_pytest_and_its_report_is_the_feedback(isola
     assert (await judged(pytest_judge(partial=False), wrong, tests=TESTS)).reward == 0.0
 
 
+@pytest.fixture(scope="module")
+def judge_of_few():
+    """It has tried once whether pytest runs."""
+    return pytest_judge(limits=FEW)
+
+
 @pytest.mark.parametrize(
     ("program", "said"),
     [
@@ -139,8 +145,8 @@ async def test_unit_tests_are_run_by_pytest_and_its_report_is_the_feedback(isola
         ),
     ],
 )
-async def test_a_program_that_keeps_tests_from_passing_earns_nothing(program, said):
-    found = await judged(pytest_judge(limits=FEW), program, tests=TESTS)
+async def test_a_program_that_keeps_tests_from_passing_earns_nothing(judge_of_few, program, said):
+    found = await judged(judge_of_few, program, tests=TESTS)
     assert found.reward == 0.0
     assert said in found.feedback
 
