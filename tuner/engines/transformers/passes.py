@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections import deque
@@ -487,11 +488,15 @@ class WeightsGuard:
 # Serving requests one at a time.
 
 
+@functools.cache
+def _arguments(kind: type[PreTrainedModel]) -> frozenset[str]:
+    """Names of the arguments of its forward pass; to find them takes as long as a layer."""
+    return frozenset(inspect.signature(kind.forward).parameters)
+
+
 def forward_options(model: PreTrainedModel) -> dict[str, Any]:
     """Arguments that make `model` compute the logits of the last position only, if it can."""
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        return {"logits_to_keep": 1}
-    return {}
+    return {"logits_to_keep": 1} if "logits_to_keep" in _arguments(type(model)) else {}
 
 
 def continued(
@@ -503,7 +508,7 @@ def continued(
     Args:
         first: Position of the first id; None if the model knows it from the cache.
     """
-    names = inspect.signature(model.forward).parameters
+    names = _arguments(type(model))
     name = "cache_params" if "cache_params" in names else "past_key_values"
     options = forward_options(model) | {name: cache}
     if first is not None:
