@@ -210,6 +210,19 @@ async def test_pytest_that_does_not_run_is_an_error_and_no_reward(monkeypatch):
         await pytest_judge()(task={"tests": "def test_x(): pass"}, response="x = 1")
 
 
+async def test_pytest_is_tried_with_the_settings_that_it_judges_with(monkeypatch):
+    ran, run = [], code_judges.run
+
+    async def noted(command, **options):
+        ran.append((command, options["environment"]))
+        return await run(command, **options)
+
+    monkeypatch.setattr(code_judges, "run", noted)
+    await judged(pytest_judge(limits=FEW), "x = 1", tests="def test_x(): pass")
+    tried, judging = ran
+    assert tried == judging
+
+
 def test_pytest_that_is_not_there_is_named_with_its_extra(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("tuner.rewards.code_judges.find_spec", lambda name: None)
