@@ -489,14 +489,14 @@ class WeightsGuard:
 
 
 @functools.cache
-def _arguments(kind: type[PreTrainedModel]) -> frozenset[str]:
-    """Names of the arguments of its forward pass; to find them takes as long as a layer."""
-    return frozenset(inspect.signature(kind.forward).parameters)
+def _arguments(forward: Callable[..., Any]) -> frozenset[str]:
+    """Names of the arguments; to find them takes as long as a layer."""
+    return frozenset(inspect.signature(forward).parameters)
 
 
 def forward_options(model: PreTrainedModel) -> dict[str, Any]:
     """Arguments that make `model` compute the logits of the last position only, if it can."""
-    return {"logits_to_keep": 1} if "logits_to_keep" in _arguments(type(model)) else {}
+    return {"logits_to_keep": 1} if "logits_to_keep" in _arguments(type(model).forward) else {}
 
 
 def continued(
@@ -508,7 +508,7 @@ def continued(
     Args:
         first: Position of the first id; None if the model knows it from the cache.
     """
-    names = _arguments(type(model))
+    names = _arguments(type(model).forward)
     name = "cache_params" if "cache_params" in names else "past_key_values"
     options = forward_options(model) | {name: cache}
     if first is not None:
