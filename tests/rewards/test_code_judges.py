@@ -122,6 +122,12 @@ async def test_unit_tests_are_run_by_pytest_and_its_report_is_the_feedback(isola
     assert (await judged(pytest_judge(partial=False), wrong, tests=TESTS)).reward == 0.0
 
 
+@pytest.fixture(scope="module")
+def judge_of_few():
+    """It has tried once whether pytest runs."""
+    return pytest_judge(limits=FEW)
+
+
 @pytest.mark.parametrize(
     ("program", "said"),
     [
@@ -139,8 +145,8 @@ async def test_unit_tests_are_run_by_pytest_and_its_report_is_the_feedback(isola
         ),
     ],
 )
-async def test_a_program_that_keeps_tests_from_passing_earns_nothing(program, said):
-    found = await judged(pytest_judge(limits=FEW), program, tests=TESTS)
+async def test_a_program_that_keeps_tests_from_passing_earns_nothing(judge_of_few, program, said):
+    found = await judged(judge_of_few, program, tests=TESTS)
     assert found.reward == 0.0
     assert said in found.feedback
 
@@ -202,6 +208,19 @@ async def test_pytest_that_does_not_run_is_an_error_and_no_reward(monkeypatch):
     monkeypatch.setattr(code_judges, "_PYTEST", without_packages)
     with pytest.raises(SandboxError, match=r"does not run here: .* No module named pytest"):
         await pytest_judge()(task={"tests": "def test_x(): pass"}, response="x = 1")
+
+
+async def test_pytest_is_tried_with_the_settings_that_it_judges_with(monkeypatch):
+    ran, run = [], code_judges.run
+
+    async def noted(command, **options):
+        ran.append((command, options["environment"]))
+        return await run(command, **options)
+
+    monkeypatch.setattr(code_judges, "run", noted)
+    await judged(pytest_judge(limits=FEW), "x = 1", tests="def test_x(): pass")
+    tried, judging = ran
+    assert tried == judging
 
 
 def test_pytest_that_is_not_there_is_named_with_its_extra(monkeypatch):

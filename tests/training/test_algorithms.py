@@ -320,13 +320,8 @@ def bandit(seed):
     )
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        pytest.param(name, marks=[pytest.mark.learning] * (name not in ("grpo", "ppo")))
-        for name in REWARDED
-    ],
-)
+@pytest.mark.learning
+@pytest.mark.parametrize("algorithm", REWARDED)
 def test_every_algorithm_raises_the_reward_of_a_bandit(algorithm):
     """Two tokens of eight; the reward is the share of them that are the good one."""
     config = load_config(overrides=[f"algorithm.algorithm_type={algorithm}"])

@@ -121,17 +121,9 @@ def pytest_judge(
 
     async def judge(task: Mapping[str, Any], response: Any) -> JudgeOutput:
         nonlocal runs
-        runs = runs or await _pytest_runs(limits, isolation)
         files = {f"{module}.py": code_in(response_text(response)), _TESTS: _tests(task, field)}
-        async with _folder(files) as folder:
-            finished = await run(
-                _PYTEST,
-                folder=folder,
-                environment={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1"},
-                limits=limits,
-                isolation=isolation,
-            )
-            report = _report(_read(folder / _REPORT))
+        runs = runs or await _pytest_runs(limits, isolation)
+        finished, report = await _run_pytest(files, limits, isolation)
         if report is None or finished.ended != "exited":
             why = _ending(finished, limits)
             said = f"pytest did not finish: {why}.\n{_short(finished.stdout + finished.stderr)}"
@@ -144,8 +136,8 @@ def pytest_judge(
 async def _pytest_runs(limits: Limits, isolation: Isolation) -> bool:
     """Whether pytest itself works in the sandbox; raises SandboxError if not, since its verdict on
     a program would then mean nothing."""
-    async with _folder({_TESTS: "def test_it():\n    pass\n"}) as folder:
-        finished = await run(_PYTEST, folder=folder, limits=limits, isolation=isolation)
+    files = {_TESTS: "def test_it():\n    pass\n"}
+    finished, _ = await _run_pytest(files, limits, isolation)
     if finished.ended != "exited" or finished.status != 0:
         said = _short((finished.stdout + finished.stderr).strip())
         raise SandboxError(f"pytest does not run here: {_ending(finished, limits)}. {said}")
@@ -165,6 +157,20 @@ class _PytestReport:
 
     total: int
     failures: list[str]
+
+
+async def _run_pytest(
+    files: Mapping[str, str], limits: Limits, isolation: Isolation
+) -> tuple[ProgramResult, _PytestReport | None]:
+    async with _folder(files) as folder:
+        finished = await run(
+            _PYTEST,
+            folder=folder,
+            environment={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+            limits=limits,
+            isolation=isolation,
+        )
+        return finished, _report(_read(folder / _REPORT))
 
 
 def _report(text: bytes | None) -> _PytestReport | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections import deque
@@ -487,17 +488,21 @@ class WeightsGuard:
 # Serving requests one at a time.
 
 
+@functools.cache
+def _arguments(forward: Callable[..., Any]) -> frozenset[str]:
+    """Names of the arguments; to find them takes as long as a layer."""
+    return frozenset(inspect.signature(forward).parameters)
+
+
 def forward_options(model: PreTrainedModel) -> dict[str, Any]:
     """Arguments that make `model` compute the logits of the last position only, if it can."""
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        return {"logits_to_keep": 1}
-    return {}
+    return {"logits_to_keep": 1} if "logits_to_keep" in _arguments(type(model).forward) else {}
 
 
 def cache_argument(model: PreTrainedModel) -> str:
     """Name of the cache among the model's arguments and outputs: `cache` since transformers 5.24,
     two names before, and in models with code of their own."""
-    names = inspect.signature(model.forward).parameters
+    names = _arguments(type(model).forward)
     return next((name for name in ("cache", "cache_params") if name in names), "past_key_values")
 
 
