@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import threading
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING, dataclass, fields
