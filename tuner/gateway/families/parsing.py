@@ -349,6 +349,7 @@ class ToolCallScanner:
         self._text = ""  # text not returned yet
         self._open: int | None = None  # start of a block in it
         self._searched = 0  # position before which the block does not end
+        self._quote: int | None = None  # position of a quote that may begin a string
         self._started = not form.at_start
         self._calls = 0
         self._after_call: str | None = None  # white space since the last call
@@ -426,6 +427,13 @@ class ToolCallScanner:
                 if found:
                     begin = inner + len(found[0])
         begin = max(begin, self._searched)
+        if self._quote is not None:
+            end = _IN_STRING.match(self._text, self._searched).end()  # type: ignore[union-attr]
+            if not final and not self._text[end:].strip("\\"):
+                self._searched = end
+                return None
+            begin = end + 1 if self._text[end : end + 1] == '"' else self._quote + 1
+            self._quote = None
         while (match := self._boundary.search(self._text, begin)) and match[0].startswith('"'):
             begin = match.end()
         if final:
@@ -435,7 +443,7 @@ class ToolCallScanner:
             line = max(begin, self._text.rfind("\n") + 1)
             quote = self._text.find('"', line, match.start() if match else None)
             if quote >= 0:
-                self._searched = quote
+                self._quote, self._searched = quote, quote + 1
                 return None
         if match:
             return match.end()
@@ -465,6 +473,10 @@ class ToolCallScanner:
             self._after_call = None
         if text:
             deltas.append(Delta(content=text))
+
+
+# A string on one line, after its opening quote.
+_IN_STRING = re.compile(r'(?:[^"\\\n]|\\.)*')
 
 
 def _any_of(tags: tuple[str, ...]) -> re.Pattern[str]:
