@@ -654,6 +654,8 @@ class _Elements:
             items: list[str] = []
             of = items_of(schema, self._root)
             while inner := self._open.match(self._text, at):
+                if inner[1] != "item":
+                    raise ValueError
                 item, at = self._one(inner, of, depth + 1)
                 items.append(item)
             value, at = f"[{', '.join(items)}]", skip_space(self._text, at)
