@@ -220,7 +220,7 @@ async def export_session(id: Id, control: Of, caller: Known) -> Response:
     return Response(line, media_type="application/json")
 
 
-@router.delete("/sessions/{id}", status_code=204)
+@router.delete("/sessions/{id}", status_code=204, response_model=None)
 async def delete_session(id: Id, control: Of, caller: Known) -> None:
     """Delete a session with its calls, rewards and replies."""
     control.session(caller, id, own=False)
@@ -248,7 +248,7 @@ async def list_applications(control: Of, _: Administrator) -> Applications:
     return Applications(applications=found)
 
 
-@router.delete("/applications/{name}", status_code=204)
+@router.delete("/applications/{name}", status_code=204, response_model=None)
 async def delete_application(name: Name, control: Of, _: Administrator) -> None:
     """Invalidate an application's key; its sessions stay."""
     if not control.store.delete_application(name):
