@@ -19,6 +19,7 @@ from tests.gateway.test_grammar import GRAMMARS, REQUIRED, may_follow
 from tests.kit.examples import few
 from tests.kit.toy import ids_of, text_of
 from tuner.engines.grammar import unpacked
+from tuner.errors import ConfigError
 from tuner.gateway.families.forms import FIELD, FORMS, CallForm, ParsedToolCall
 from tuner.gateway.families.grammars import Constraints, grammar_of
 from tuner.gateway.families.parsing import (
@@ -29,6 +30,7 @@ from tuner.gateway.families.parsing import (
     joined,
     read,
 )
+from tuner.gateway.families.template import ANY_CALL, ANY_TOOL, template_form
 from tuner.gateway.request_error import RequestError
 
 PARAMETERS = {
@@ -250,6 +252,26 @@ def test_whatever_a_grammar_allows_is_a_valid_call(name: str, seed: int) -> None
     rest, (call,), malformed = TOOL_CALL_PARSERS[name](text, [TOOL])
     assert (rest, malformed) == ("", 0), text
     jsonschema.validate(json.loads(call.arguments), PARAMETERS)
+
+
+@form_of
+def test_the_parser_that_is_named_leaves_nothing_beside_the_call(name: str) -> None:
+    def apply(shaped: list[dict[str, Any]], tools: Any, *, add_generation_prompt: bool) -> str:
+        return "".join(text_of_message(message) for message in shaped)
+
+    def text_of_message(message: dict[str, Any]) -> str:
+        if "tool_calls" not in message:
+            return f"<|{message['role']}|>{message['content']}"
+        function = message["tool_calls"][0]["function"]
+        given = function["arguments"]
+        given = json.loads(given) if isinstance(given, str) else given
+        return spelled(FORMS[name], [given]).replace("add", function["name"])
+
+    with pytest.raises(ConfigError, match="set it to '(.*)'") as refusal:
+        template_form(apply, "openai")
+    known = str(refusal.value).split("'")[-2]
+    call = apply(ANY_CALL[1:2], [], add_generation_prompt=False)
+    assert TOOL_CALL_PARSERS[known](call, [ANY_TOOL])[0] == ""
 
 
 def test_what_a_form_cannot_hold_is_refused_by_name() -> None:
