@@ -596,7 +596,10 @@ def call_forms() -> str:
     rows: dict[tuple[str, ...], list[str]] = {}
     for name, form in CALL_FORMS.items():
         rows.setdefault((_call(form), _several(form), _values(form)), []).append(name)
-    parts = [CALLS, *_named("`tool_call_parser`", ("a call", "around and between calls", "values"), rows)]
+    parts = [
+        CALLS,
+        *_named("`tool_call_parser`", ("a call", "around and between calls", "values"), rows),
+    ]
     rows = {}
     for name, tags in TAG_FORMS.items():
         begin, end = tags.answer[0].strip(), tags.answer[1].strip() + tags.end
