@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from importlib import import_module
@@ -25,12 +26,16 @@ from pydantic_core import PydanticUndefined
 
 from benchmarks import _readme
 from docs import licences
+from tests.gateway.families import spelled
 from tests.rewards.tables import table as judge_table
 from tuner import cli
 from tuner.config.algorithms import ADVANTAGES, ALGORITHMS, NOT_HERE, POLICY_LOSSES, Args
 from tuner.config.foreign import FOREIGN, Foreign, SameAs, Values, read_table
 from tuner.config.keys import fields
 from tuner.config.schema import Section, section_of
+from tuner.gateway.families.forms import CallForm
+from tuner.gateway.families.grammars import CALL_FORMS
+from tuner.gateway.families.parsing import CHANNEL_FORMS, TAG_FORMS
 from tuner.rewards import exact_judge, f1_judge, llm_judge, math_judge
 from tuner.trinity.refusals import (
     ALGORITHMS_REFUSED,
@@ -176,6 +181,32 @@ JUDGES = f"""\
 are a test. The guide is [rewards](../rewards.md). "Known errors" are pairs on which a judge is
 wrong, or that depend on the task: where they matter, give a list of right answers, or another
 judge.
+"""
+
+CALLS = f"""\
+# Forms of tool calls and reasoning
+
+{GENERATED} The source is the rows in `tuner/gateway/families/forms.py` and `parsing.py`. [Model
+families](../model_families.md#parsers) says which family has which parser.
+
+## Tool calls
+
+Parser, grammar and the check of a chat template at the start follow from the row, so every form
+here can be [demanded and held to a schema](../requests.md#structured-output). Where a call has a
+line end (`\\n`), a model may write any white space. Names in one line mean one form.
+
+"values" says where the type of an argument comes from: the call is JSON or Python; each value says
+its type; or the tool's schema has it, because the call holds plain text. Give each parameter a type
+there.
+
+"""
+REASONING = """\
+
+## Reasoning
+
+Reasoning is at the beginning of an answer. If the prompt ends with the opener, the answer begins
+inside it. Tags around the answer are not part of its content.
+
 """
 
 API = f"""\
@@ -560,6 +591,70 @@ def _verbatim(value: Any) -> str:
     return f"{fence}{pad}{shown}{pad}{fence}" if shown else "(empty)"
 
 
+def call_forms() -> str:
+    """The text of call_forms.md."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name, form in CALL_FORMS.items():
+        rows.setdefault((_call(form), _several(form), _values(form)), []).append(name)
+    parts = [
+        CALLS,
+        *_named("`tool_call_parser`", ("a call", "around and between calls", "values"), rows),
+    ]
+    rows = {}
+    for name, tags in TAG_FORMS.items():
+        begin, end = tags.answer[0].strip(), tags.answer[1].strip() + tags.end
+        around = " … ".join(map(_verbatim, filter(None, (begin, end))))
+        key = (_verbatim(tags.opener.strip()), _verbatim(tags.closer), around)
+        rows.setdefault(key, []).append(name)
+    for name, channels in CHANNEL_FORMS.items():
+        around = f"{_verbatim(channels.speech[0].strip())} … {_verbatim(channels.ends[-1])}"
+        rows[_verbatim(channels.opener.strip()), _verbatim(channels.ends[0]), around] = [name]
+    columns = ("opener", "closer", "around the answer")
+    return "".join([*parts, REASONING, *_named("`reasoning_parser`", columns, rows)])
+
+
+def _named(
+    title: str, columns: tuple[str, ...], rows: Mapping[tuple[str, ...], list[str]]
+) -> Iterator[str]:
+    """The lines of a table with the names of each row."""
+    yield _table_row(title, *columns) + "\n"
+    yield _table_row(*["---"] * (len(columns) + 1)) + "\n"
+    for cells, names in rows.items():
+        yield _table_row(", ".join(f"`{name}`" for name in names), *cells) + "\n"
+
+
+def _call(form: CallForm) -> str:
+    """The cell of one call, in all ways that the row has."""
+    one = replace(form, section=("", ""))
+    ways = [_verbatim(spelled(one, [{"a": 2, "word": "yes"}], body)) for body in form.bodies]
+    openers = [_verbatim(opener) for opener in form.other_openers]
+    if form.start:
+        openers = [f"at the beginning, or after {_verbatim(form.opener)}"]
+    elif openers:
+        openers = [f"older models: {', '.join(openers)}"]
+    return "; ".join([", or ".join(ways), *openers])
+
+
+def _several(form: CallForm) -> str:
+    """The cell of a form's tags around all calls, or between two."""
+    if any(form.section):
+        return " … ".join(_verbatim(tag.strip()) for tag in form.section)
+    if any(field in form.bodies[0] for field in ("{list}", "{python}")):
+        return "in one list"
+    between = form.between.strip()
+    return f"{_verbatim(between)} between" if between else ""
+
+
+def _values(form: CallForm) -> str:
+    """The cell of where an argument's type comes from."""
+    if form.holds_json:
+        return "JSON"
+    if "{python}" in form.bodies[0]:
+        return "Python"
+    own = not form.by_schema or "{string}" in form.parameter or "{type}" in form.parameter
+    return "say their type" if own else "by the schema"
+
+
 def api() -> str:
     """The text of api.md: which page has which name."""
     parts = [API, "| page | imported from | names |", "|---|---|---|"]
@@ -618,6 +713,7 @@ PAGES: dict[Path, Callable[[], str]] = {
     REFERENCE / "faults.md": faults,
     REFERENCE / "api.md": api,
     **{REFERENCE / f"api/{page}.md": partial(api_of, page) for page in API_PAGES},
+    REFERENCE / "call_forms.md": call_forms,
     REFERENCE / "judges.md": judges,
     REFERENCE / "licences.md": licences.page,
     **_readme.PAGES,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.kit.toy import tokenizer
 from tuner.gateway import ChatRenderer
+from tuner.gateway.families.forms import FIELD, CallForm
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -202,3 +204,88 @@ def turn(family: Family, message: dict[str, Any], tools: list[dict[str, Any]]) -
         prompt = prompt.removesuffix("<think>\n")  # the template does not repeat it in history
     assert whole.startswith(prompt)
     return whole[len(prompt) : whole.index(family.end, len(prompt))], opened
+
+
+# Calls of any row of the table of forms.
+
+
+def spelled(form: CallForm, calls: list[dict[str, Any]], body: str = "") -> str:
+    """Calls of `add` as the family's models write them."""
+    body = body or form.bodies[0]
+    (field,) = (f for f in FIELD.findall(body) if f not in ("{name}", "{id}"))
+    if field in ("{objects}", "{list}", "{python}"):
+        each = [_PIECES[field](form, one) for one in calls]
+        inside = form.between.join(each) if field == "{objects}" else f"[{', '.join(each)}]"
+        whole = body.replace(field, inside)
+        return f"{'' if form.start else form.opener}{whole}{'' if form.start else form.closer}"
+    parts = [
+        form.opener
+        + body.replace("{name}", "add")
+        .replace("{id}", str(index))
+        .replace(field, _PIECES[field](form, one))
+        + form.closer
+        for index, one in enumerate(calls)
+    ]
+    return form.section[0] + form.between.join(parts) + form.section[1]
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _object(form: CallForm, given: dict[str, Any]) -> str:
+    keys = form.keys
+    if not keys.name:
+        return _json({"add": given})
+    before = {keys.id: "0"} if keys.id else {}
+    return _json({**before, keys.name: "add", keys.arguments[0]: given})
+
+
+def _parameters(form: CallForm, given: dict[str, Any]) -> str:
+    types = {str: "string", bool: "boolean", list: "array", dict: "object", type(None): "null"}
+    return "".join(
+        form.parameter.replace("{key}", key)
+        .replace("{string}", "true" if isinstance(value, str) else "false")
+        .replace("{type}", types.get(type(value), "number"))
+        .replace("{value}", value if isinstance(value, str) else _json(value))
+        for key, value in given.items()
+    )
+
+
+def _python(form: CallForm, given: dict[str, Any]) -> str:
+    return f"add({', '.join(f'{key}={value!r}' for key, value in given.items())})"
+
+
+def _braces(form: CallForm, value: Any) -> str:
+    opener, closer = form.quote
+    if isinstance(value, dict) and form.by_schema:
+        values = {k: v if isinstance(v, str) else _json(v) for k, v in value.items()}
+        return f"{{{','.join(f'{k}:{opener}{v}{closer}' for k, v in values.items())}}}"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{_braces(form, one)}' for key, one in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(_braces(form, one) for one in value)}]"
+    return f"{opener}{value}{closer}" if isinstance(value, str) else _json(value)
+
+
+def _elements(form: CallForm, value: Any) -> str:
+    mark = form.mark
+    if isinstance(value, dict):
+        return "".join(
+            f"{mark}<{key}>{_elements(form, one)}{mark}</{key}>" for key, one in value.items()
+        )
+    if isinstance(value, list):
+        return "".join(f"{mark}<item>{_elements(form, one)}{mark}</item>" for one in value)
+    return value if isinstance(value, str) else _json(value)
+
+
+_PIECES = {
+    "{arguments}": lambda form, given: _json(given),
+    "{object}": _object,
+    "{objects}": _object,
+    "{list}": _object,
+    "{parameters}": _parameters,
+    "{python}": _python,
+    "{braces}": _braces,
+    "{elements}": _elements,
+}

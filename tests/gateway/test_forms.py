@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engines.test_grammar import END, VOCABULARY
+from tests.gateway.families import spelled
 from tests.gateway.test_grammar import GRAMMARS, REQUIRED, may_follow
 from tests.kit.examples import few
 from tests.kit.toy import ids_of, text_of
 from tuner.engines.grammar import unpacked
+from tuner.errors import ConfigError
 from tuner.gateway.families.forms import FIELD, FORMS, CallForm, ParsedToolCall
 from tuner.gateway.families.grammars import Constraints, grammar_of
 from tuner.gateway.families.parsing import (
@@ -28,6 +30,7 @@ from tuner.gateway.families.parsing import (
     joined,
     read,
 )
+from tuner.gateway.families.template import ANY_CALL, ANY_TOOL, template_form
 from tuner.gateway.request_error import RequestError
 
 PARAMETERS = {
@@ -93,88 +96,6 @@ def arguments(form: CallForm) -> st.SearchStrategy[dict[str, Any]]:
             "word": words(form),
         },
     )
-
-
-def spelled(form: CallForm, calls: list[dict[str, Any]], body: str = "") -> str:
-    """Calls of `add` as the family's models write them."""
-    body = body or form.bodies[0]
-    (field,) = (f for f in FIELD.findall(body) if f not in ("{name}", "{id}"))
-    if field in ("{objects}", "{list}", "{python}"):
-        each = [_PIECES[field](form, one) for one in calls]
-        inside = form.between.join(each) if field == "{objects}" else f"[{', '.join(each)}]"
-        whole = body.replace(field, inside)
-        return f"{'' if form.start else form.opener}{whole}{'' if form.start else form.closer}"
-    parts = [
-        form.opener
-        + body.replace("{name}", "add")
-        .replace("{id}", str(index))
-        .replace(field, _PIECES[field](form, one))
-        + form.closer
-        for index, one in enumerate(calls)
-    ]
-    return form.section[0] + form.between.join(parts) + form.section[1]
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _object(form: CallForm, given: dict[str, Any]) -> str:
-    keys = form.keys
-    if not keys.name:
-        return _json({"add": given})
-    before = {keys.id: "0"} if keys.id else {}
-    return _json({**before, keys.name: "add", keys.arguments[0]: given})
-
-
-def _parameters(form: CallForm, given: dict[str, Any]) -> str:
-    types = {str: "string", bool: "boolean", list: "array", dict: "object", type(None): "null"}
-    return "".join(
-        form.parameter.replace("{key}", key)
-        .replace("{string}", "true" if isinstance(value, str) else "false")
-        .replace("{type}", types.get(type(value), "number"))
-        .replace("{value}", value if isinstance(value, str) else _json(value))
-        for key, value in given.items()
-    )
-
-
-def _python(form: CallForm, given: dict[str, Any]) -> str:
-    return f"add({', '.join(f'{key}={value!r}' for key, value in given.items())})"
-
-
-def _braces(form: CallForm, value: Any) -> str:
-    opener, closer = form.quote
-    if isinstance(value, dict) and form.by_schema:
-        values = {k: v if isinstance(v, str) else _json(v) for k, v in value.items()}
-        return f"{{{','.join(f'{k}:{opener}{v}{closer}' for k, v in values.items())}}}"
-    if isinstance(value, dict):
-        return f"{{{','.join(f'{key}:{_braces(form, one)}' for key, one in value.items())}}}"
-    if isinstance(value, list):
-        return f"[{','.join(_braces(form, one) for one in value)}]"
-    return f"{opener}{value}{closer}" if isinstance(value, str) else _json(value)
-
-
-def _elements(form: CallForm, value: Any) -> str:
-    mark = form.mark
-    if isinstance(value, dict):
-        return "".join(
-            f"{mark}<{key}>{_elements(form, one)}{mark}</{key}>" for key, one in value.items()
-        )
-    if isinstance(value, list):
-        return "".join(f"{mark}<item>{_elements(form, one)}{mark}</item>" for one in value)
-    return value if isinstance(value, str) else _json(value)
-
-
-_PIECES = {
-    "{arguments}": lambda form, given: _json(given),
-    "{object}": _object,
-    "{objects}": _object,
-    "{list}": _object,
-    "{parameters}": _parameters,
-    "{python}": _python,
-    "{braces}": _braces,
-    "{elements}": _elements,
-}
 
 
 @form_of
@@ -331,6 +252,26 @@ def test_whatever_a_grammar_allows_is_a_valid_call(name: str, seed: int) -> None
     rest, (call,), malformed = TOOL_CALL_PARSERS[name](text, [TOOL])
     assert (rest, malformed) == ("", 0), text
     jsonschema.validate(json.loads(call.arguments), PARAMETERS)
+
+
+@form_of
+def test_the_parser_that_is_named_leaves_nothing_beside_the_call(name: str) -> None:
+    def apply(shaped: list[dict[str, Any]], tools: Any, *, add_generation_prompt: bool) -> str:
+        return "".join(text_of_message(message) for message in shaped)
+
+    def text_of_message(message: dict[str, Any]) -> str:
+        if "tool_calls" not in message:
+            return f"<|{message['role']}|>{message['content']}"
+        function = message["tool_calls"][0]["function"]
+        given = function["arguments"]
+        given = json.loads(given) if isinstance(given, str) else given
+        return spelled(FORMS[name], [given]).replace("add", function["name"])
+
+    with pytest.raises(ConfigError, match="set it to '(.*)'") as refusal:
+        template_form(apply, "openai")
+    known = str(refusal.value).split("'")[-2]
+    call = apply(ANY_CALL[1:2], [], add_generation_prompt=False)
+    assert TOOL_CALL_PARSERS[known](call, [ANY_TOOL])[0] == ""
 
 
 def test_what_a_form_cannot_hold_is_refused_by_name() -> None:

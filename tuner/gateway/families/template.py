@@ -193,16 +193,22 @@ def template_form(apply: ApplyTemplate, tool_call_parser: str) -> TemplateForm:
     ]
     turns = {form: turn for form in forms if _NAME in (turn := _turn(apply, form) or "")}
     # If the template supports text and objects, it writes back what it was given.
-    read = [form for form, turn in turns.items() if _reads(tool_call_parser, turn)]
+    read = [form for form, turn in turns.items() if _left(tool_call_parser, turn) is not None]
     if read or not turns or tool_call_parser == "none":
         obstacles = {form: tools_obstacle(apply, form) for form in read or turns or forms}
         return min(obstacles, key=lambda form: _gravity(obstacles[form], form))
-    for name in TOOL_CALL_PARSERS:
-        if any(_reads(name, turn) for turn in turns.values()):
-            raise ConfigError(
-                "the model's chat template writes tool calls that tool_call_parser "
-                f"{tool_call_parser!r} cannot read; set it to {name!r}"
-            )
+    left = {
+        name: count
+        for turn in turns.values()
+        for name in TOOL_CALL_PARSERS
+        if (count := _left(name, turn)) is not None
+    }
+    if left:
+        # Some read a call whose section is another's (DeepSeek V3.2 and V4), and leave its tags.
+        raise ConfigError(
+            "the model's chat template writes tool calls that tool_call_parser "
+            f"{tool_call_parser!r} cannot read; set it to {min(left, key=left.__getitem__)!r}"
+        )
     known = ", ".join(name for name in TOOL_CALL_PARSERS if name != "none")
     raise ConfigError(
         f"the model's chat template writes tool calls that tool_call_parser {tool_call_parser!r} "
@@ -520,10 +526,11 @@ def _turn(apply: ApplyTemplate, form: TemplateForm) -> str | None:
     return whole.removeprefix(before)
 
 
-def _reads(name: str, turn: str) -> bool:
-    _, calls, _ = TOOL_CALL_PARSERS[name](turn, [ANY_TOOL])
+def _left(name: str, turn: str) -> int | None:
+    """Length of the text beside the call of a turn; None if the parser does not read the call."""
+    rest, calls, _ = TOOL_CALL_PARSERS[name](turn, [ANY_TOOL])
     try:
         found: list[Any] = [(call.name, json.loads(call.arguments)) for call in calls]
     except ValueError:
-        return False
-    return found == [(_NAME, _ARGUMENTS)]
+        return None
+    return len(rest) if found == [(_NAME, _ARGUMENTS)] else None
