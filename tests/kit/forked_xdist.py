@@ -68,8 +68,15 @@ def _interpret(its_input: int, its_output: int) -> None:
         os._exit(status)  # what called us is the session of the process that we are no more
 
 
-# Their imports begin threads, which a forked process would miss.
-THREADED = ("tests.engines.test_elsewhere", "tests.tasks.test_dataset")
+# Their imports begin threads, of tokenizers or pyarrow, which a forked process would miss.
+THREADED = (
+    "tests.engines.test_elsewhere",
+    "tests.engines.test_sglang",
+    "tests.gateway.test_length_bound",
+    "tests.loop.test_sglang_run",
+    "tests.tasks.test_dataset",
+    "tests.tasks.test_lazy_rows",
+)
 
 
 def _tests(config: pytest.Config) -> Iterator[str]:
@@ -79,6 +86,18 @@ def _tests(config: pytest.Config) -> Iterator[str]:
             name = ".".join(file.relative_to(config.rootpath).with_suffix("").parts)
             if not name.startswith(("tests.integration.", "tests.browser.", *THREADED)):
                 yield name
+
+
+def _start_forkserver() -> None:
+    """What forked processes print is no part of what pytest prints."""
+    shown = os.dup(1), os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+        forkserver.ensure_running()
+    for number, before in enumerate(shown, start=1):
+        os.dup2(before, number)
+        os.close(before)
 
 
 def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None:
@@ -92,7 +111,7 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None
             f"{threads} threads after the imports: pytest's workers are not forked"
         )
         return
-    forkserver.ensure_running()
+    _start_forkserver()
     ready: list[ForkedInterpreter] = []
     for _ in specs:
         ready.append(ForkedInterpreter(ready))

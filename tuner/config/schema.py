@@ -7,6 +7,7 @@ configuration is loaded (`tuner.config.foreign`).
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import secrets
@@ -118,8 +119,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _is_text(cls, value: Any, info: ValidationInfo) -> Any:
-        annotation = info.field_name and cls.model_fields[info.field_name].annotation
-        if section_of(annotation) is None and displayable(value) != value:
+        if info.field_name not in cls._fields()[1] and displayable(value) != value:
             raise ValueError("Input should be text that can be encoded in UTF-8")
         return value
 
@@ -134,7 +134,17 @@ class Section(BaseModel):
 
     @classmethod
     def _is_numeric(cls, info: ValidationInfo) -> bool:
-        return numeric(cls.model_fields[info.field_name or ""].annotation)
+        return info.field_name in cls._fields()[0]
+
+    @classmethod
+    @functools.cache
+    def _fields(cls) -> tuple[frozenset[str], frozenset[str]]:
+        """Names of the fields with numbers, and of those that are sections."""
+        types = {name: info.annotation for name, info in cls.model_fields.items()}
+        return (
+            frozenset(name for name, kind in types.items() if numeric(kind)),
+            frozenset(name for name, kind in types.items() if section_of(kind) is not None),
+        )
 
     @classmethod
     def takes_more(cls, given: Mapping[str, Any]) -> bool:
