@@ -178,7 +178,8 @@ def verdict(template: str, speech: Speech = merging) -> Verdict:
         except ConfigError as error:
             # The error names a parser that fits, if there is one.
             found = re.search(r"set it to '(\w[\w-]*)'$", str(error))
-            assert found or "nor any other" in str(error)
+            if not found and "nor any other" not in str(error):
+                raise
             parser = found[1] if found else "none"
         else:
             return _met(renderer, parser, reasoning)

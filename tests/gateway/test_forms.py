@@ -267,7 +267,7 @@ def test_the_parser_that_is_named_leaves_nothing_beside_the_call(name: str) -> N
         given = json.loads(given) if isinstance(given, str) else given
         return spelled(FORMS[name], [given]).replace("add", function["name"])
 
-    with pytest.raises(ConfigError, match="set it to '(.*)'") as refusal:
+    with pytest.raises(ConfigError, match="set it to") as refusal:
         template_form(apply, "openai")
     known = str(refusal.value).split("'")[-2]
     call = apply(ANY_CALL[1:2], [], add_generation_prompt=False)
