@@ -8,6 +8,7 @@ tests fork.
 import atexit
 import gc
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xdist.plugin
 from execnet import gateway_io
 from execnet.gateway_base import Popen2IO
 from execnet.gateway_io import Popen2IOMaster
@@ -59,6 +61,8 @@ def _interpret(its_input: int, its_output: int) -> None:
         sys.stdin = os.fdopen(0, closefd=False)
         sys.stdout = os.fdopen(1, "w", closefd=False)
         forked.mend_thread_pool()
+        # What forked us lies below on the stack.
+        sys.setrecursionlimit(sys.getrecursionlimit() + len(inspect.stack(0)))
         # The process to fork from is our parent's child, whom only that may wait for.
         forkserver._forkserver.ensure_running = lambda: None
         exec(eval(sys.stdin.readline()), {"__name__": "__main__"})
@@ -111,6 +115,7 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None
             f"{threads} threads after the imports: pytest's workers are not forked"
         )
         return
+    xdist.plugin._sys_path[:] = sys.path  # which workers are given, with what tests have added
     _start_forkserver()
     ready: list[ForkedInterpreter] = []
     for _ in specs:

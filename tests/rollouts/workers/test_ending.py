@@ -157,6 +157,7 @@ RUN = """
 """
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_no_worker_outlives_its_run(how, tmp_path):
     script = tmp_path / "run.py"
