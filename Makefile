@@ -59,8 +59,6 @@ SELECT := -m "not nightly"
 QUICK := -m "not nightly and not learning"
 # One worker more than cores, since tests wait a third of their time; a file at a time, the longest first.
 PARALLEL := --numprocesses $(shell expr $$(nproc || echo 2) + 1) --dist loadfile --no-loadscope-reorder
-# Forked from a process that has imported, and in a fresh environment compiled, what all of them import.
-FORKED := -p tests.kit.forked_xdist
 # Each file's engine or cluster is one worker's, and starting one keeps no more than a core busy.
 TOGETHER := --numprocesses 2 --dist loadfile
 
@@ -95,7 +93,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(MAKE) --no-print-directory types & \
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) $(FORKED) $(QUICK) $(ARGS); \
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) $(QUICK) $(ARGS); \
 	tests=$$?; wait $$! && exit $$tests
 
 # torch 2.11 and 2.12 have no build for a CPU. Tests read answers with the types of openai 3; with 2.54, the
@@ -112,7 +110,7 @@ types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 test-learning: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) $(FORKED) -m "learning and not nightly" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) -m "learning and not nightly" $(ARGS)
 
 # Nightly, all of them: they train the real model, for minutes.
 test-real: $(VENV)/.installed-dev $(VENV)/.installed-real

@@ -19,19 +19,20 @@ from types import SimpleNamespace
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-PRELOADED = [
-    "tests.kit.before_fork",
-    "agentscope.agent",
-    "agentscope.model",
-    "openai",
-    "torch.utils.tensorboard",
-    "transformers.models.qwen3.modeling_qwen3",
-    "tuner.areal",
-    "tests.kit.async_runs",
-    "tests.kit.recorded_runs",
-    "tests.engines.sglang_server",
-]
-_CONTEXT.set_forkserver_preload(PRELOADED)
+_CONTEXT.set_forkserver_preload(
+    [
+        "tests.kit.before_fork",
+        "agentscope.agent",
+        "agentscope.model",
+        "openai",
+        "torch.utils.tensorboard",
+        "transformers.models.qwen3.modeling_qwen3",
+        "tuner.areal",
+        "tests.kit.async_runs",
+        "tests.kit.recorded_runs",
+        "tests.engines.sglang_server",
+    ]
+)
 
 
 def begin(function: Callable[..., object], *arguments: Any) -> ForkServerProcess:

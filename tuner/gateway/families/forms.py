@@ -117,7 +117,7 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 
 
 @dataclass(frozen=True)
-class Keys:
+class CallKeys:
     """The members of a JSON object that is a call.
 
     Attributes:
@@ -131,7 +131,7 @@ class Keys:
     id: str = ""
 
 
-def json_call(text: str, keys: Keys) -> ParsedToolCall | None:
+def json_call(text: str, keys: CallKeys) -> ParsedToolCall | None:
     """The call in `text`, one JSON object. Arguments may also be a string that contains JSON."""
     try:
         spans = _object_spans(text)
@@ -369,7 +369,7 @@ class CallForm:
     bodies: tuple[str, ...]
     closer: str = ""
     parameter: str = ""
-    keys: Keys = Keys()
+    keys: CallKeys = CallKeys()
     quote: tuple[str, str] = ("", "")
     by_schema: bool = True
     mark: str = ""
@@ -688,7 +688,7 @@ _HERMES = CallForm("<tool_call>", ("\n{object}\n",), "</tool_call>", between="\n
 _LLAMA = CallForm(
     opener="<|python_tag|>",
     bodies=("{objects}",),
-    keys=Keys("name", ("parameters", "arguments")),
+    keys=CallKeys("name", ("parameters", "arguments")),
     between="; ",
     start="{",
     attempt=r'[\s;]*\{\s*"(?:name|type|parameters|arguments)"\s*:',
@@ -859,7 +859,7 @@ FORMS: dict[str, CallForm] = {
         opener="<|action_start|><|plugin|>",
         bodies=("\n{object}",),
         closer="<|action_end|>",
-        keys=Keys("name", ("arguments", "parameters")),
+        keys=CallKeys("name", ("arguments", "parameters")),
     ),
     "hunyuan_a13b": _TOOL_CALLS,
     "jamba": _TOOL_CALLS,
@@ -868,10 +868,10 @@ FORMS: dict[str, CallForm] = {
         opener="<|START_ACTION|>",
         bodies=("{list}",),
         closer="<|END_ACTION|>",
-        keys=Keys("tool_name", ("parameters",), "tool_call_id"),
+        keys=CallKeys("tool_name", ("parameters",), "tool_call_id"),
     ),
     "apertus": CallForm(
-        "<|tools_prefix|>", ("{list}",), "<|tools_suffix|>", keys=Keys(""), closer_ends_turn=True
+        "<|tools_prefix|>", ("{list}",), "<|tools_suffix|>", keys=CallKeys(""), closer_ends_turn=True
     ),
     "functionary_v31": CallForm("<function=", ("{name}>{arguments}",), "</function>"),
     "solar": CallForm(
