@@ -871,7 +871,11 @@ FORMS: dict[str, CallForm] = {
         keys=CallKeys("tool_name", ("parameters",), "tool_call_id"),
     ),
     "apertus": CallForm(
-        "<|tools_prefix|>", ("{list}",), "<|tools_suffix|>", keys=CallKeys(""), closer_ends_turn=True
+        opener="<|tools_prefix|>",
+        bodies=("{list}",),
+        closer="<|tools_suffix|>",
+        keys=CallKeys(""),
+        closer_ends_turn=True,
     ),
     "functionary_v31": CallForm("<function=", ("{name}>{arguments}",), "</function>"),
     "solar": CallForm(
