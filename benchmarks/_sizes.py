@@ -145,8 +145,7 @@ _VERBS = ["search", "create", "update", "archive"]
 def tool(verb: str, of: str) -> dict[str, Any]:
     """A tool with a description and parameters of the length that real ones have."""
     properties: dict[str, Any] = {
-        name: {"type": "string", "description": text}
-        for name, text in _PARAMETERS.items()
+        name: {"type": "string", "description": text} for name, text in _PARAMETERS.items()
     }
     properties["limit"] |= {"type": "integer", "minimum": 1, "maximum": 100}
     properties["labels"] |= {"type": "array", "items": {"type": "string"}}

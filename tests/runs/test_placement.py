@@ -226,7 +226,7 @@ def test_freed_gradients_in_lower_precision_are_counted_on_a_cpu_if_they_are_sma
         model = make_model().to(dtype)
         needs = needs_of(config, model, 100, references=0, critics=0)
         whole = peak_of(config, model, needs, 10)
-        monkeypatch.setattr(placement, "_HEAP_BLOCK", 0)
+        monkeypatch.setattr(placement, "HEAP_BLOCK", 0)
         extra[dtype] = whole - peak_of(config, model, needs, 10)
         monkeypatch.undo()
     weights = sum(p.nbytes for p in make_model().to(torch.bfloat16).parameters())

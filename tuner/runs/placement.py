@@ -32,7 +32,7 @@ from tuner.engines.vllm.client import TrainerWeights, VllmProcess, VllmServer, t
 from tuner.engines.vllm.core import VllmSettings, check_for_vllm
 from tuner.errors import ConfigError, MissingDependencyError, pip_install
 from tuner.runs.models import checkpoint_tensors, model_folder
-from tuner.training.forward.layouts import free_bytes
+from tuner.training.forward.layouts import HEAP_BLOCK, free_bytes
 from tuner.training.forward.rows import pack_tokens
 from tuner.training.memory import Activations
 
@@ -156,18 +156,13 @@ def peak_of(
 def _between_gradients(model: Any) -> int:
     """Bytes of freed memory that a process keeps on a CPU during an update in lower precision.
 
-    Each gradient is computed in the weight's precision, added to a float32 one, and freed. If it is
-    smaller than what glibc takes from the system block by block, it leaves a hole between those
-    that stay.
+    Each gradient is computed in the weight's precision, added to a float32 one, and freed. Small
+    ones leave holes between those that stay.
     """
     if model.device.type != "cpu":
         return 0
     sizes = (p.nbytes for p in model.parameters() if p.requires_grad and p.element_size() < 4)
-    return sum(size for size in sizes if size < _HEAP_BLOCK)
-
-
-_HEAP_BLOCK = 32 << 20
-"""Bytes of the smallest block that glibc never keeps when it is freed."""
+    return sum(size for size in sizes if size < HEAP_BLOCK)
 
 
 def layout_of(config: RunConfig, model: Any) -> Layout:
