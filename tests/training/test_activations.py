@@ -4,7 +4,7 @@ by hooks of autograd, and the most that is alive at once."""
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.engines.models import prompt
 from tests.kit.builders import call, trace
@@ -18,16 +18,33 @@ from tuner.training.forward.layouts import exact_forward
 from tuner.training.memory import Activations
 from tuner.training.trainer import PolicyTrainer
 
-KINDS = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+KINDS = ["qwen2", "qwen3"]
+# Kinds with layers of their own, the kind of the added layer, and the layout in which it is exact.
+OTHERS = [
+    ("gemma3_text", "full_attention", "tree"),
+    ("gemma3_text", "full_attention", "padded"),
+    ("lfm2", "conv", "packed"),
+    ("lfm2", "conv", "padded"),
+    ("lfm2", "full_attention", "packed"),
+]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
 def model_of(
-    dtype, layers, *, kind="qwen3", hidden=64, mlp=192, heads=(4, 2), width=32, vocabulary=300
+    dtype,
+    layers,
+    *,
+    kind="qwen3",
+    hidden=64,
+    mlp=192,
+    heads=(4, 2),
+    width=32,
+    vocabulary=300,
+    **more,
 ):
     torch.manual_seed(0)
-    settings, causal = KINDS[kind]
-    config = settings(
+    config = AutoConfig.for_model(
+        kind,
         vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=mlp,
@@ -36,8 +53,12 @@ def model_of(
         num_key_value_heads=heads[1],
         head_dim=width,
         tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=0,
+        eos_token_id=0,
+        **more,
     )
-    return causal(config).to(dtype)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype)
 
 
 def batch_of(rollouts, context, sampled):
@@ -109,6 +130,20 @@ def test_what_a_layer_keeps_is_known_to_the_byte(kind, layout, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kind", "added", "layout"), OTHERS)
+def test_what_a_layer_of_another_kind_keeps_is_known_to_one_percent(kind, added, layout, dtype):
+    first = ["full_attention", "conv"] if kind == "lfm2" else ["full_attention"] * 2
+    kept, said = of_a_layer(
+        lambda layers: model_of(
+            dtype, layers, kind=kind, layer_types=[*first, added][:layers]
+        ).eval(),
+        batch_of(2, 50, 20).rows,
+        layout=layout,
+    )
+    assert said == pytest.approx(kept, rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("targets", [None, ("q_proj", "v_proj"), ("down_proj",)])
 def test_what_a_layer_with_an_adapter_keeps_is_known(targets, dtype):
     kept, said = of_a_layer(
@@ -135,6 +170,14 @@ SHAPES = {
     "deep": {"layers": 16, "hidden": 128, "mlp": 256, "heads": (2, 1), "width": 64},
     "many tokens": {"layers": 2, "hidden": 64, "vocabulary": 50_000},
     "a large embedding": {"layers": 2, "hidden": 512, "vocabulary": 20_000},
+    "gemma3": {"kind": "gemma3_text", "layers": 6, "hidden": 256, "mlp": 768, "width": 64},
+    "lfm2": {
+        "kind": "lfm2",
+        "layers": 6,
+        "hidden": 256,
+        "mlp": 768,
+        "layer_types": ["conv", "conv", "full_attention"] * 2,
+    },
 }
 
 
@@ -148,6 +191,10 @@ SHAPES = {
         ("many tokens", False, False, torch.float32),
         ("many tokens", True, True, torch.bfloat16),
         ("a large embedding", True, True, torch.float32),
+        ("gemma3", False, False, torch.float32),
+        ("gemma3", False, False, torch.bfloat16),
+        ("lfm2", False, False, torch.float32),
+        ("lfm2", True, True, torch.bfloat16),
     ],
 )
 def test_the_peak_of_an_update_is_predicted_within_10_percent(shape, alone, checkpointing, dtype):
@@ -163,7 +210,7 @@ def test_the_peak_of_an_update_is_predicted_within_10_percent(shape, alone, chec
     scored = trainer.compute_advantages(batch)
     trainer.ppo_update(scored)  # makes the optimizer's state
     measured = alive(lambda: trainer.ppo_update(scored))
-    predicted = Activations.of(model).peak(
+    predicted = Activations.of(model, layout=trainer._forward.layout).peak(
         512,
         checkpointing=checkpointing,
         gradients=4 * sum(p.numel() for p in model.parameters()),

@@ -19,19 +19,21 @@ import torch
 
 from tuner.config import RunConfig
 from tuner.config.rules import beyond_vllm
-from tuner.config.schema import EngineType
+from tuner.config.schema import EngineType, Layout
 from tuner.engines import TrainingEngine
 from tuner.engines.remote import ServedEngine
 from tuner.engines.request import end_ids_of
 from tuner.engines.servers import TokenServer
 from tuner.engines.sglang.client import SglangServer, SglangSettings, check_for_sglang
 from tuner.engines.transformers.engine import TransformersEngine
-from tuner.engines.transformers.model_shape import head_width, layer_configs
+from tuner.engines.transformers.model_shape import head_width, layer_configs, layer_windows
+from tuner.engines.transformers.slots import FIRST_CAPACITY
 from tuner.engines.vllm.client import TrainerWeights, VllmProcess, VllmServer, transfer_backends
 from tuner.engines.vllm.core import VllmSettings, check_for_vllm
 from tuner.errors import ConfigError, MissingDependencyError, pip_install
 from tuner.runs.models import checkpoint_tensors, model_folder
-from tuner.training.forward.layouts import free_bytes
+from tuner.training.forward.layouts import HEAP_BLOCK, free_bytes
+from tuner.training.forward.rows import pack_tokens
 from tuner.training.memory import Activations
 
 # Expected memory of a run.
@@ -129,7 +131,7 @@ def peak_of(
     compiled = config.tuner.compile
     kept = Activations.of(
         model,
-        layout=config.tuner.layout,
+        layout=layout_of(config, model),
         compiled=model.device.type == "cuda" if compiled is None else compiled,
     )
 
@@ -141,7 +143,7 @@ def peak_of(
             sampled=sampled,
             alone=alone,
         )
-        return needs.trainer - needs.gradients + update
+        return needs.trainer - needs.gradients + update + _between_gradients(model)
 
     asked = config.tuner.activation_checkpointing
     if asked != "auto":
@@ -151,9 +153,68 @@ def peak_of(
     return without if fits else total(True)
 
 
+def _between_gradients(model: Any) -> int:
+    """Bytes of freed memory that a process keeps on a CPU during an update in lower precision.
+
+    Each gradient is computed in the weight's precision, added to a float32 one, and freed. Small
+    ones leave holes between those that stay.
+    """
+    if model.device.type != "cpu":
+        return 0
+    sizes = (p.nbytes for p in model.parameters() if p.requires_grad and p.element_size() < 4)
+    return sum(size for size in sizes if size < HEAP_BLOCK)
+
+
+def layout_of(config: RunConfig, model: Any) -> Layout:
+    """The layout in which training computes, as far as the model's configuration says it."""
+    layout = config.tuner.layout
+    return "packed" if layout == "tree" and isinstance(layer_windows(model), str) else layout
+
+
 def micro_batch_tokens(config: RunConfig, max_model_len: int) -> int:
     """Maximum number of tokens of a micro-batch."""
     return config.trainer.max_token_len_per_gpu or 2 * max_model_len
+
+
+def pass_tokens(config: RunConfig, model: Any, max_model_len: int) -> int:
+    """Maximum number of tokens that go through the model at once."""
+    most = micro_batch_tokens(config, max_model_len)
+    limit = pack_tokens(model) if layout_of(config, model) == "packed" else None
+    return min(most, limit or most)
+
+
+def generating(
+    config: RunConfig,
+    needs: Needs,
+    max_model_len: int,
+    prompts: Sequence[Sequence[int]],
+    *,
+    longest: int,
+    together: int,
+) -> int:
+    """Bytes that a run has while the model that it trains generates on a CPU.
+
+    Rows and their capacity are doubled until they suffice; what all prompts share is stored once.
+
+    Args:
+        prompts: Of rollouts of one task.
+        longest: Maximum number of tokens of a conversation.
+        together: Number of requests at a time; one is served without rows.
+    """
+    columns = enumerate(zip(*prompts, strict=False))
+    ends = (place for place, ids in columns if len(set(ids)) > 1)
+    shared = next(ends, min(map(len, prompts)))
+    tokens = longest
+    if together > 1:
+        slots = min(_power_of_two(together), config.tuner.max_slots)
+        capacity = min(max(_power_of_two(longest - shared), FIRST_CAPACITY), max_model_len)
+        tokens = shared + slots * capacity
+    return needs.trainer - needs.gradients + needs.request * tokens // max_model_len
+
+
+def _power_of_two(count: int) -> int:
+    """The smallest one that is at least `count`."""
+    return 1 << (max(1, count) - 1).bit_length()
 
 
 _RESERVE = 1 << 30

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tuner.config import RunConfig
 from tuner.config.algorithms import ADVANTAGES
+from tuner.engines.transformers.engine import TransformersEngine
 from tuner.gateway import SamplingDefaults
 from tuner.rollouts import StepPlan, collect
 from tuner.rollouts.chat_models import default_kind
@@ -21,7 +22,7 @@ from tuner.rollouts.worker_pool import pool_of
 from tuner.runs.directory import run_async
 from tuner.runs.metrics import batch_metrics, has_signal
 from tuner.runs.notices import CallSettings, call_findings, untrained
-from tuner.runs.placement import micro_batch_tokens, peak_of
+from tuner.runs.placement import generating, layout_of, pass_tokens, peak_of
 from tuner.runs.recorded import Examples
 from tuner.runs.result import Verdict
 from tuner.runs.sources import (
@@ -236,8 +237,11 @@ def _plan(
         f"{steps * rollouts * sampled:.0f} trained tokens"
     )
     yield f"  {_trained(stack)}, {algorithm_line(config)}"
-    yield memory_line(config, stack, rows, rollouts / len(traces))
-    concurrent = min(config.explorer.runner_per_model, config.tuner.max_slots, rollouts)
+    slots = min(config.explorer.runner_per_model, config.tuner.max_slots)
+    evaluated = max(map(len, run.eval_tasks.values()), default=0)
+    together = min(slots, max(rollouts, evaluated))
+    yield memory_line(config, stack, rows, rollouts / len(traces), together)
+    concurrent = min(slots, rollouts)
     train = FORWARDS_PER_UPDATE * forward * rollouts / len(traces)
     slow = rollout * rollouts / len(traces) + train
     fast = rollout * rollouts / concurrent + train
@@ -265,17 +269,27 @@ def algorithm_line(config: RunConfig) -> str:
     return f"{algorithm.algorithm_type}, lr {algorithm.optimizer.lr:g}, {penalty}"
 
 
-def memory_line(config: RunConfig, stack: Stack, rows: Sequence[Row], times: float) -> str:
-    """Expected memory of an update; a step has `times` as many rows."""
+def memory_line(
+    config: RunConfig, stack: Stack, rows: Sequence[Row], times: float, together: int = 0
+) -> str:
+    """Expected memory of an update, in which a step has `times` as many rows, and of generation
+    with `together` requests at a time."""
     needs = stack.needs()
     line = f"  memory  about {needs.trainer / 2**30:.2f} GiB for weights, gradients and optimizer"
     if not rows:
         return line
-    tokens = int(tokens_of_pass(rows, config.tuner.layout) * times)
-    most = micro_batch_tokens(config, stack.engine.capabilities.max_model_len)
+    context = stack.engine.capabilities.max_model_len
+    tokens = int(tokens_of_pass(rows, layout_of(config, stack.model)) * times)
+    most = pass_tokens(config, stack.model, context)
     largest = min(tokens, max(most, *map(len, rows)))
     peak = peak_of(config, stack.model, needs, largest, alone=tokens <= most)
-    return f"{line}, {peak / 2**30:.2f} with micro-batches of {largest} tokens"
+    line = f"{line}, {peak / 2**30:.2f} with micro-batches of {largest} tokens"
+    if not together or not isinstance(stack.engine, TransformersEngine):
+        return line
+    together = together if stack.engine.batched else 1
+    prompts, longest = [row.prompt_ids for row in rows], max(map(len, rows))
+    held = generating(config, needs, context, prompts, longest=longest, together=together)
+    return f"{line}, {held / 2**30:.2f} with {together} answers generated at once"
 
 
 def _last_words(

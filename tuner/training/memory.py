@@ -17,6 +17,10 @@ repeated: 2 e (Q + K) instead of 4 e Q. Other packed rows have a mask, of which 
 copy: e N for a token in a pack of N. Compiled layers recompute the activation and the intermediate
 values of norms: norms are 2 e D, those of Q and K e (Q + K), the MLP 3 e F.
 
+Gemma's layers have norms after their parts as well, which add no outputs that are kept, and scale
+in float32: 8 D for each, 8 (Q + K) + 4 for each head. LFM2's convolutions replace attention and its
+norms: 6 e D for the three projections, the gated input, the result, and the gated result.
+
 With LoRA, inputs of products with frozen weights are not kept: norms are 8 D and 4 (Q + K), their
 outputs 0, the MLP 3 e F. Each adapted matrix keeps its input, a float32 copy if the model computes
 in lower precision, and the values between the adapter's two matrices.
@@ -43,7 +47,7 @@ Experts count with those that a token uses. Other kinds of layers are treated li
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +73,8 @@ class Activations:
         layers: Per token, in all layers.
         largest: Per token, in the layer that keeps most.
         input: Per token, input of a layer.
-        mask: Per token in a layer, for each token of its pack.
+        mask: Per token in a layer with attention, for each token of its pack.
+        masks: Number of layers that keep one.
         rest: Per token, outside the layers.
         logits: Per token with logits; in the forward pass and in the backward pass.
         at_once: Maximum number of tokens whose logits are computed at once.
@@ -82,6 +87,7 @@ class Activations:
     largest: int
     input: int
     mask: int
+    masks: int
     rest: int
     logits: tuple[int, int]
     at_once: int
@@ -107,8 +113,14 @@ class Activations:
         attention = getattr(model.config, "_attn_implementation", None)
         masked = layout == "tree" or (layout == "packed" and attention in ("sdpa", "eager"))
         adapted = list(_adapted_matrices(model))
-        settings = _Pass(each, masked, compiled, bool(adapted), _norms_queries(model))
-        of_layers = [settings.layer(one) for one in layer_configs(config)]
+        settings = _Pass(each, masked, compiled, bool(adapted), *_norms(model, width))
+        configs = layer_configs(config)
+        kinds = list(getattr(config, "layer_types", None) or [""] * len(configs))
+        mlp = _mlp_width(model, config)
+        of_layers = [
+            settings.layer(one, mlp(one), convolved=kind == "conv")
+            for one, kind in zip(configs, kinds, strict=True)
+        ]
         of_logits = (21, 12) if each >= _FLOAT32 else (21 + each, 12 + _FLOAT32 + each)
         of_logits = (10, 10) if compiled else of_logits
         adapter = _adapter_bytes(adapted, each)
@@ -118,6 +130,7 @@ class Activations:
             largest=max(of_layers) + adapter // len(of_layers),
             input=each * width,
             mask=each * (masked and layout == "packed"),
+            masks=len(kinds) - kinds.count("conv"),
             rest=(_FLOAT32 + 2 * each) * width,
             logits=(of_logits[0] * vocabulary, of_logits[1] * vocabulary),
             at_once=max(1, LOGITS.get(embedding.device.type, LOGITS["cuda"]) // vocabulary),
@@ -134,7 +147,7 @@ class Activations:
         """
         if checkpointing:
             return tokens * (self.depth * self.input + self.rest)
-        return tokens * (self.layers + self.depth * self.mask * tokens + self.rest)
+        return tokens * (self.layers + self.masks * self.mask * tokens + self.rest)
 
     def peak(
         self,
@@ -185,46 +198,84 @@ class _Pass:
         each: Bytes of a number.
         masked: Whether attention takes a mask, or the token tree.
         frozen: Whether their own weights are frozen.
+        norms: Number of norms of the hidden states in a layer.
         norms_queries: Whether queries and keys have norms.
+        exact_norms: Whether norms scale in float32.
     """
 
     each: int
     masked: bool
     compiled: bool
     frozen: bool
+    norms: int
     norms_queries: bool
+    exact_norms: bool
 
-    def layer(self, config: Any) -> int:
-        """Bytes of one token in a layer with this configuration, without an adapter's."""
+    def layer(self, config: Any, mlp: int, *, convolved: bool) -> int:
+        """Bytes of one token in a layer, without an adapter's.
+
+        Args:
+            config: Its configuration.
+            mlp: Width of its MLP.
+            convolved: Whether a gated convolution replaces attention.
+        """
         heads = getattr(config, "num_attention_heads", None) or 1
         pairs = getattr(config, "num_key_value_heads", None) or heads
         width = head_width(config) if heads > 1 else config.hidden_size
         queries, keys = heads * width, pairs * width
-        norms = 2 * self._norm(config.hidden_size)
+        norms = self.norms * self._norm(config.hidden_size)
         if not self.frozen:
             norms += 2 * self.each * config.hidden_size
-        if self.norms_queries:
+        if self.norms_queries and not convolved:
             norms += self._norm(queries, heads) + self._norm(keys, pairs)
         attention = self.each * (4 * queries if self.masked else 2 * (queries + keys))
+        mixing = attention + _FLOAT32 * heads
+        if convolved:
+            mixing = (5 if self.frozen else 6) * self.each * config.hidden_size
         parts = 3 if self.compiled or self.frozen else 4
-        return norms + attention + _FLOAT32 * heads + parts * self.each * _mlp_width(config)
+        return norms + mixing + parts * self.each * mlp
 
     def _norm(self, width: int, rows: int = 1) -> int:
         if self.compiled:
             return self.each * width
-        multiplied = 0 if self.frozen else self.each * width
+        scaled = _FLOAT32 if self.exact_norms else self.each
+        multiplied = 0 if self.frozen else scaled * width
         return _FLOAT32 * (width + rows) + multiplied
 
 
-def _mlp_width(config: Any) -> int:
-    """Width of the MLP, summed over the experts that a token uses."""
-    experts = getattr(config, "num_experts_per_tok", None) or 1
-    width = getattr(config, "moe_intermediate_size", None) if experts > 1 else None
-    return int(experts * (width or getattr(config, "intermediate_size", 4 * config.hidden_size)))
+def _mlp_width(model: nn.Module, config: Any) -> Callable[[Any], int]:
+    """Width of a layer's MLP by its configuration, summed over the experts that a token uses."""
+    # LFM2 computes the width of its matrices from the configured one.
+    gates = (
+        module.out_features
+        for name, module in model.named_modules()
+        if name.endswith(".feed_forward.w1") and isinstance(module, nn.Linear)
+    )
+    adjusted = next(gates, None) if getattr(config, "block_auto_adjust_ff_dim", False) else None
+
+    def of(layer: Any) -> int:
+        experts = getattr(layer, "num_experts_per_tok", None) or 1
+        width = getattr(layer, "moe_intermediate_size", None) if experts > 1 else adjusted
+        width = width or getattr(layer, "intermediate_size", 4 * layer.hidden_size)
+        return int(experts * width)
+
+    return of
 
 
-def _norms_queries(model: nn.Module) -> bool:
-    return any(name.endswith(_NORMS_OF_QUERIES) for name, _ in model.named_modules())
+def _norms(model: PreTrainedModel, width: int) -> tuple[int, bool, bool]:
+    """Number of norms of the hidden states in a layer, whether queries and keys have some, and
+    whether they scale in float32 as Gemma's do."""
+    found = [(name, one) for name, one in model.named_modules() if "norm" in name.split(".")[-1]]
+    of_queries = [one for name, one in found if name.endswith(_NORMS_OF_QUERIES)]
+    of_states = [
+        one
+        for name, one in found
+        if not name.endswith(_NORMS_OF_QUERIES)
+        and getattr(getattr(one, "weight", None), "shape", None) == (width,)
+    ]
+    depth = model.config.get_text_config(decoder=True).num_hidden_layers
+    exact = any(type(one).__name__.startswith("Gemma") for one in of_states)
+    return max(2, len(of_states) // depth), bool(of_queries), exact
 
 
 def _adapted_matrices(model: nn.Module) -> Iterator[tuple[str, int, int]]:

@@ -36,7 +36,7 @@ from tuner.engines.transformers.threads import FewThreads
 
 
 _FIRST_SLOTS = 4
-_FIRST_CAPACITY = 128  # at least _WORTH_SHARING: rows take back what is not worth a prefix
+FIRST_CAPACITY = 128  # at least _WORTH_SHARING: rows take back what is not worth a prefix
 _WORTH_SHARING = 96
 """Minimum number of tokens stored once for several rows. Fewer are copied: a row's own tokens are
 read together with those of all other rows, and a prefix takes a separate operation in each layer.
@@ -73,7 +73,7 @@ class Rows:
         self._shares = shares
         self._first = slots, capacity = (
             min(_FIRST_SLOTS, max_rows),
-            min(_FIRST_CAPACITY, max_length),
+            min(FIRST_CAPACITY, max_length),
         )
         self.cache = SlotCache(layers, slots, capacity)
         self.count = 0

@@ -68,6 +68,10 @@ def free_bytes(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] + kept
 
 
+HEAP_BLOCK = 32 << 20
+"""Bytes of the largest block that glibc keeps when it is freed."""
+
+
 def return_freed_memory(model: nn.Module) -> None:
     """Return freed memory to the system if a large model runs on the CPU.
 
