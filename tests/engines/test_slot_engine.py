@@ -352,7 +352,7 @@ def test_any_order_of_arrivals_and_cancellations_gives_right_log_probs(
 
     with pytest.MonkeyPatch.context() as patch:
         for name, value in zip(
-            ("_WORTH_SHARING", "_FIRST_CAPACITY", "_LITTLE", "_OPERATION"), room, strict=True
+            ("_WORTH_SHARING", "FIRST_CAPACITY", "_LITTLE", "_OPERATION"), room, strict=True
         ):
             patch.setattr(rows, name, value)
         asyncio.run(main())
