@@ -65,6 +65,12 @@ def json_text(value: Any, **options: Any) -> str:
     return json.dumps(displayable(value), **options) if "\\ud" in text else text
 
 
+def kept_json(value: Any) -> str:
+    """JSON with readable letters, and with halves of UTF-16 pairs as escapes."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text if displayable(text) == text else json.dumps(value)
+
+
 def model_json(model: BaseModel, indent: int | None = 2) -> str:
     """A model as JSON, with halves of UTF-16 pairs as escapes, which pydantic refuses to write."""
     from pydantic_core import PydanticSerializationError, to_jsonable_python

@@ -123,6 +123,23 @@ def test_json_stays_as_the_model_wrote_it(name: str, given: str) -> None:
     assert TOOL_CALL_PARSERS[name](text, [TOOL]) == ("", (ParsedToolCall("add", given),), 0)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("pythonic", r"[add(word='\ud83d')]"),
+        ("seed_oss", spelled(FORMS["seed_oss"], [{}]).replace(
+            "</function>", "<parameter=names>['\\ud83d']</parameter>\n</function>"
+        )),
+    ],
+)  # fmt: skip
+def test_half_of_a_pair_in_pythons_notation_is_kept_as_an_escape(name: str, text: str) -> None:
+    names = {"type": "array", "items": {"type": "string"}}
+    function = {"name": "add", "parameters": {"properties": {"names": names}}}
+    _, (call,), _ = TOOL_CALL_PARSERS[name](text, [{"type": "function", "function": function}])
+    call.arguments.encode()
+    assert json.loads(call.arguments) in ({"word": "\ud83d"}, {"names": ["\ud83d"]})
+
+
 def pieces(form: CallForm) -> list[str]:
     parts = [part for body in form.bodies for part in FIELD.split(body)]
     parts += [part for part in FIELD.split(form.parameter) if not FIELD.match(part)]

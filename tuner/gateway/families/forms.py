@@ -36,6 +36,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from tuner.encoding import kept_json
 from tuner.gateway.families.values import (
     DECODER,
     Types,
@@ -190,15 +191,9 @@ def _schema_of(name: str, tools: Tools) -> Any:
     return None
 
 
-def _json(value: Any) -> str:
-    """JSON without escapes, but for text that UTF-8 cannot hold."""
-    text = json.dumps(value, ensure_ascii=False)
-    return json.dumps(value) if any("\ud800" <= letter <= "\udfff" for letter in text) else text
-
-
 def _object_of(members: Mapping[str, str]) -> str:
     """A JSON object of members that are JSON already."""
-    return f"{{{', '.join(f'{_json(key)}: {value}' for key, value in members.items())}}}"
+    return f"{{{', '.join(f'{kept_json(key)}: {value}' for key, value in members.items())}}}"
 
 
 # Values that are not JSON.
@@ -308,7 +303,7 @@ class _Literals:
             if key is None or key[1] in arguments:
                 raise ValueError("expected a name that occurs once")
             arguments[key[1]], self.at = self.value(key.end(), 1)
-        return ParsedToolCall(match[1], _json(arguments))
+        return ParsedToolCall(match[1], kept_json(arguments))
 
     def _key(self, at: int) -> tuple[str, int]:
         if self._python:
@@ -588,11 +583,11 @@ class _Body:
         text, says = match["value"], match.groupdict()
         opener, closer = self._form.quote
         if opener and text.startswith(opener) and text.endswith(closer):
-            return _json(text[len(opener) : -len(closer)])
+            return kept_json(text[len(opener) : -len(closer)])
         if "string" not in says and "type" not in says:
             return read_value(text, types)
         if says.get("string") == "true" or says.get("type") == "string":
-            return _json(text)
+            return kept_json(text)
         DECODER.decode(text.strip())
         return text.strip()
 
@@ -601,13 +596,13 @@ class _Body:
         if not isinstance(members, dict):
             raise ValueError
         if not self._form.by_schema:
-            return (ParsedToolCall(name, _json(members)),), stop, False
+            return (ParsedToolCall(name, kept_json(members)),), stop, False
         schema = _schema_of(name, tools)
         parameters = parameters_of(schema, schema)
         written = {
             key: read_value(value, parameters.types_of(key, schema))
             if isinstance(value, str)
-            else _json(value)
+            else kept_json(value)
             for key, value in members.items()
         }
         return (ParsedToolCall(name, _object_of(written)),), stop, False

@@ -22,7 +22,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 from urllib.parse import unquote
 
-from tuner.encoding import json_text
+from tuner.encoding import json_text, kept_json
 from tuner.engines.grammar_text import compile_limits
 from tuner.gateway.request_error import Path, RequestError, shown
 
@@ -69,7 +69,7 @@ def read_value(text: str, types: Types | None) -> str:
         found = _json_of(written) if re.fullmatch(_SHAPES[name], written) else None
         if found is not None and type_of(DECODER.decode(found)) in _CONTAINED[name]:
             return found
-    return json.dumps(text, ensure_ascii=False)
+    return kept_json(text)
 
 
 def _json_of(text: str) -> str | None:
@@ -81,7 +81,7 @@ def _json_of(text: str) -> str | None:
         try:
             with warnings.catch_warnings(action="ignore"):  # of wrong escapes in the literal
                 value = ast.literal_eval(text)
-            written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+            written = kept_json(value)
             # Tuples, and keys that are not strings, are not JSON's.
             return written if json.loads(written) == value else None
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
