@@ -333,10 +333,7 @@ class _Literals:
 
 @dataclass(frozen=True)
 class CallForm:
-    r"""How a family writes calls into its text.
-
-        Let me see.\n<tool_call>\n{"name": ...}\n</tool_call>\n
-                   ^^----------- block -----------^^^^^^^^^^^^
+    """How a family writes calls into its text.
 
     Attributes:
         opener, closer: A block begins with the opener and ends after the closer. Without a closer
@@ -393,8 +390,8 @@ class CallForm:
 
     @cached_property
     def unclosed(self) -> re.Pattern[str]:
-        """What a value contains that has swallowed what should have ended it: a tag, at the
-        beginning of a line where the family's models write it there."""
+        """A tag inside a value, which shows that the end of the value is missing. Where the
+        family's models begin a line with each tag, only tags at the beginning of a line count."""
         tags = "|".join(map(re.escape, self.markup))
         if not self.parameter.endswith("\n"):
             return re.compile(tags)
@@ -688,20 +685,27 @@ _LLAMA = CallForm(
     start="{",
     attempt=r'[\s;]*\{\s*"(?:name|type|parameters|arguments)"\s*:',
 )
-CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _DEEPSEEK = CallForm(
     opener="<｜tool▁call▁begin｜>",
     bodies=("{name}<｜tool▁sep｜>{arguments}",),
     closer="<｜tool▁call▁end｜>",
-    section=(CALLS, CALLS_END),
+    section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
 )
-_DSML = CallForm(
-    opener="<｜DSML｜invoke",
+ATEM = CallForm(
+    opener="<atem:invoke",
     bodies=(' name="{name}">\n{parameters}',),
+    closer="</atem:invoke>",
+    parameter='<atem:parameter name="{key}">{value}</atem:parameter>\n',
+    section=("<atem:function_calls>\n", "\n</atem:function_calls>"),
+    between="\n",
+)
+"""Muse's calls, inside a message to the tool."""
+_DSML = replace(
+    ATEM,
+    opener="<｜DSML｜invoke",
     closer="</｜DSML｜invoke>",
     parameter='<｜DSML｜parameter name="{key}" string="{string}">{value}</｜DSML｜parameter>\n',
     section=("<｜DSML｜function_calls>\n", "\n</｜DSML｜function_calls>"),
-    between="\n",
     lead=2,
 )
 _GLM = CallForm(
@@ -728,15 +732,6 @@ _PYTHONIC = CallForm(
 )
 _TOOL_CALLS = CallForm("<tool_calls>", ("{list}",), "</tool_calls>", lead=1)
 
-ATEM = CallForm(
-    opener="<atem:invoke",
-    bodies=(' name="{name}">\n{parameters}',),
-    closer="</atem:invoke>",
-    parameter='<atem:parameter name="{key}">{value}</atem:parameter>\n',
-    section=("<atem:function_calls>\n", "\n</atem:function_calls>"),
-    between="\n",
-)
-"""Muse's calls, inside a message to the tool."""
 FORMS: dict[str, CallForm] = {
     "hermes": _HERMES,
     "qwen3_coder": _XML,
@@ -777,21 +772,18 @@ FORMS: dict[str, CallForm] = {
         section=("<tool_calls:opensource>\n", "\n</tool_calls:opensource>"),
         between="\n",
     ),
-    "seed_oss": CallForm(
+    "seed_oss": replace(
+        _XML,
         opener="<seed:tool_call>",
-        bodies=("\n<function={name}>\n{parameters}</function>\n",),
         closer="</seed:tool_call>",
         parameter="<parameter={key}>{value}</parameter>\n",
-        between="\n",
-        lead=2,
     ),
-    "minimax_m2": CallForm(
+    "minimax_m2": replace(
+        ATEM,
         opener="<invoke",
-        bodies=(' name="{name}">\n{parameters}',),
         closer="</invoke>",
         parameter='<parameter name="{key}">{value}</parameter>\n',
         section=("<minimax:tool_call>\n", "\n</minimax:tool_call>"),
-        between="\n",
         lead=1,
     ),
     "minimax_m3": CallForm(

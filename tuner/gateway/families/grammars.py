@@ -36,6 +36,8 @@ from tuner.gateway.families.parsing import (
     TagForm,
 )
 from tuner.gateway.families.values import (
+    ANY_TEXT,
+    JSON_TYPES,
     callable_parameters,
     json_schema,
     literal,
@@ -52,7 +54,7 @@ from tuner.gateway.request_error import Path, RequestError, shown
 
 
 TokenId = Callable[[str], int | None]
-# What may be a token of its own in a row.
+# Parts of a row that may be single tokens.
 _TAG = re.compile(r"(<[^<>\s]+>|｜[^｜\s]+｜|\]<\]minimax\[>\[|\[[A-Z_]+\])")
 _NAMED = re.compile(r"[^\s<>{}()\[\]\"'=]+")
 _SPACE = '" "?'
@@ -96,7 +98,7 @@ class Rules:
     def free(self, *tags: str, begins: str | None = None) -> str:
         """Text that is not reasoning, does not begin with `begins`, and contains no tag."""
         begins_with = [text for text in (self._opener, begins) if text is not None]
-        parts = [_ANY_TEXT, *map(_not_first, begins_with), *map(_without, tags)]
+        parts = [ANY_TEXT, *map(_not_first, begins_with), *map(_without, tags)]
         return self.fresh("FREE", " & ".join(parts))
 
     def free_until(self, tag: str, *others: str) -> str:
@@ -108,8 +110,8 @@ class Rules:
     def until(self, tag: str) -> str:
         """Any text up to and including the first such tag."""
         if self._token_id(tag) is not None:
-            return f"{self.fresh('TEXT', f'{_ANY_TEXT} & {_without(tag)}')} {self.tag(tag)}"
-        return self._lazy(_ANY_TEXT, tag)
+            return f"{self.fresh('TEXT', f'{ANY_TEXT} & {_without(tag)}')} {self.tag(tag)}"
+        return self._lazy(ANY_TEXT, tag)
 
     def ended(self, text: str, tag: str, *, without: Sequence[str], unlike: str, words: str) -> str:
         """Text or certain words, and then a tag.
@@ -124,8 +126,8 @@ class Rules:
         # Text that ends like a part of the tag can make up a tag with its beginning.
         begun = [tag[:-n] for n in range(1, len(tag)) if tag[:n] == tag[-n:]]
         tags = " | ".join(map(literal, (tag, *without)))
-        refused = [f"{_ANY_TEXT} ({tags}) {_ANY_TEXT}", *([unlike] if unlike else ())]
-        refused += [f"{_ANY_TEXT} {literal(part)}" for part in begun]
+        refused = [f"{ANY_TEXT} ({tags}) {ANY_TEXT}", *([unlike] if unlike else ())]
+        refused += [f"{ANY_TEXT} {literal(part)}" for part in begun]
         # In one complement: several take llguidance far more states.
         meant = f"({text}) & ~({' | '.join(refused)})"
         value = self.fresh("VALUE", f"{meant} | {words}" if words else meant)
@@ -156,17 +158,14 @@ class Rules:
         return "".join(f"{name}: {body}\n" for name, body in self._rules.items())
 
 
-_ANY_TEXT = "/(?s:.*)/"
-
-
 def _without(tag: str) -> str:
     """Regex: any text without the tag."""
-    return f"~({_ANY_TEXT} {literal(tag)} {_ANY_TEXT})"
+    return f"~({ANY_TEXT} {literal(tag)} {ANY_TEXT})"
 
 
 def _not_first(text: str) -> str:
     """Regex: any text that does not begin with `text`, ignoring white space."""
-    return f"~(/\\s*/ {literal(text)} {_ANY_TEXT})"
+    return f"~(/\\s*/ {literal(text)} {ANY_TEXT})"
 
 
 @dataclass(frozen=True)
@@ -562,7 +561,6 @@ CALL_FORMS: Mapping[str, CallForm] = {
     "muse": CHANNEL_FORMS["muse"].call,
 }
 """By the names of the tool-call parsers."""
-JSON_TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 _TOGETHER = {
     "{objects}": ("", "", ""),
     "{list}": ('"["', '"," " "?', '"]"'),
@@ -615,7 +613,7 @@ def _alternatives(declared: Any, root: Any, path: Path) -> Iterator[tuple[Mappin
 
 @dataclass(frozen=True)
 class _Frame:
-    """What a family writes around the parts of a completion.
+    """Text that a family writes around the parts of a completion.
 
     Attributes:
         before: Reasoning, required to end if the prompt has opened it, otherwise optional.

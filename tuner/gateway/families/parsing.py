@@ -428,7 +428,9 @@ class ToolCallScanner:
                     begin = inner + len(found[0])
         begin = max(begin, self._searched)
         if self._quote is not None:
-            end = _IN_STRING.match(self._text, self._searched).end()  # type: ignore[union-attr]
+            rest = _IN_STRING.match(self._text, self._searched)
+            assert rest is not None  # it may be empty
+            end = rest.end()
             if not final and not self._text[end:].strip("\\"):
                 self._searched = end
                 return None
@@ -505,8 +507,8 @@ def _after_space(text: str, position: int) -> int:
 # messages of one kind. Harmony's recipient may also precede the channel, where its template writes
 # it.
 #
-# The library openai-harmony supports only ids of its own vocabulary, which it downloads, not a
-# completion's text.
+# The library openai-harmony does not parse text: it reads ids of GPT-OSS's vocabulary, which it
+# downloads.
 
 
 START, _MESSAGE = "<|start|>", "<|message|>"

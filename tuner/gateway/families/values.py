@@ -91,8 +91,9 @@ def _json_of(text: str) -> str | None:
     return text
 
 
+JSON_TYPES: Types = frozenset({*_SHAPES, "string"})
 _CONTAINED: Mapping[str, Types] = {
-    **{name: frozenset({name}) for name in (*_SHAPES, "string")},
+    **{name: frozenset({name}) for name in JSON_TYPES},
     "number": frozenset({"number", "integer"}),
 }
 
@@ -174,7 +175,7 @@ def _reference(schema: Mapping[str, Any]) -> str | None:
 
 
 def resolved(reference: str, root: Schema) -> Schema:
-    """What a reference within `root` stands for; None if there is nothing."""
+    """The schema that a reference within `root` names; None if there is none."""
     if reference != "#" and not reference.startswith("#/"):
         return None
     target = root
@@ -350,8 +351,8 @@ def value_grammar(
     if "string" not in texts:
         return f"{rules.json(json_schema(standalone(schema, root), path))} {rules.tag(end)}"
     others = sorted(types - {"string"}) if types else []
-    # JSON that is a rule of its own: the first character decides between it and text, since the
-    # longest match wins.
+    # JSON in a separate rule: the first character decides between it and text, since the longest
+    # match wins.
     nested = [name for name in others if texts.get(_kind(name), "") is None]
     others_begin = [
         _BEGINNINGS[_kind(name)] if name in nested else f"(?:{_SHAPES[name]}){_SPACE}"
@@ -373,12 +374,12 @@ def value_grammar(
 
 
 _SPACE = r"[ \t\n\r]*"
-_ANY_TEXT = "/(?s:.*)/"
+ANY_TEXT = "/(?s:.*)/"
 _BEGINNINGS = {"array": r"\[(?s:.*)", "object": r"\{(?s:.*)", "number": r"[0-9\-](?s:.*)"}
 # Terminals for the values of a type; None for those that only JSON by a schema can hold.
 _Texts = dict[str, str | None]
 _ANYTHING: _Texts = {
-    "string": _ANY_TEXT,
+    "string": ANY_TEXT,
     "null": "/null/",
     "boolean": "/true|false/",
     "number": rf"/{_INTEGER}(?:\.[0-9]+)?{_EXPONENT}/",
@@ -524,7 +525,7 @@ def _searched(pattern: str, path: Path, flags: str = "") -> str:
         flags, pattern = flags + leading[1], pattern[leading.end() :]
     pieces = _PIECES.findall(pattern)
     if not any(piece in (*_STARTS, *_ENDS) for piece in pieces):
-        return f"{_ANY_TEXT} {_terminal(pattern, flags)} {_ANY_TEXT}"
+        return f"{ANY_TEXT} {_terminal(pattern, flags)} {ANY_TEXT}"
     options = _options(pieces)
     if len(options) > 1:
         return " | ".join(_searched("".join(option), path, flags) for option in options)
@@ -535,7 +536,7 @@ def _searched(pattern: str, path: Path, flags: str = "") -> str:
     inner = pieces[int(start) : len(pieces) - int(end)]
     if any(piece in (*_STARTS, *_ENDS) for piece in inner):
         raise unenforced(pattern, path, "move '^' and '$' to the beginning and the end")
-    before, after = "" if start else _ANY_TEXT, "" if end else _ANY_TEXT
+    before, after = "" if start else ANY_TEXT, "" if end else ANY_TEXT
     return f"{before} {_terminal(''.join(inner), flags)} {after}".strip()
 
 
