@@ -4,7 +4,7 @@
 # make test-learning   examples, templates, notebooks and served models, which train until something is learned; kills
 # make types   mypy alone
 # make test-agentscope2   the tests that need AgentScope 2.x, in an environment of its own
-# make test-oldest   the tests of `make test` with each requirement at its lower bound, in an environment of its own
+# make test-oldest   the tests of `make test` with each requirement at its lower bound, in a separate environment
 # make test-real   the tests that train a real language model on a CPU; 94 MB more in the first environment
 # make test-browser   the page of a run and the site in a real browser; needs Chromium
 # make test-frameworks   the tests that need agent frameworks or DSPy, in an environment of their own

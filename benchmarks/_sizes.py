@@ -1,6 +1,6 @@
 """Models of the sizes that people train: memory beside its prediction, seconds, reuse of prompts.
 
-A process of its own for each case, started by `real_models.py`. Weights are random, in the shape of
+A separate process for each case, started by `real_models.py`. Weights are random, in the shape of
 the published model; the tokenizer is SmolLM2's, padded to the shape's vocabulary by ids that it
 does not know, so answers are as long as they may be. Before the model is loaded a run of the tiny
 model imports all there is.
@@ -34,7 +34,7 @@ TINY = Path(__file__).parents[1] / "models" / "tiny_math"
 TEMPLATE = Path(__file__).parents[1] / "examples" / "smollm2" / "chat_template.jinja"
 GIB = 2**30
 PARTS = ("generation", "reference", "forward", "backward", "optimizer", "publishing")
-# Small steps: what a model takes by itself is most of the memory.
+# Short steps, so that most of the memory is the model's.
 TASKS, GROUP, STEPS, TOKENS = 1, 4, 2, 8
 TOOLS = 16
 
@@ -164,7 +164,8 @@ REWARDS = itertools.cycle((0.0, 1.0))
 
 @dataclass
 class Agent:
-    """Two turns of a conversation; keeps when it began, and seconds and usage of each call."""
+    """Two turns of a conversation, with the time of its start and the seconds and usage of each
+    call."""
 
     tools: list[dict[str, Any]]
     began: float = 0.0
@@ -222,6 +223,7 @@ class Clock:
             self.steps.append(dict(self.seconds))
             self.seconds.clear()
 
+        # mypy takes a method of a class for constant; a benchmark replaces this one to time it.
         PolicyTrainer.step_lr_scheduler = ended  # type: ignore[method-assign, assignment]
 
 

@@ -400,7 +400,7 @@ def of_sizes(shapes: Sequence[str]) -> list[Row]:
 
 
 def of_size(what: str, shape: str, settings: str, folder: str) -> Any:
-    """What a process of its own measures (`_sizes.py`); writes the model to `folder` if needed."""
+    """What a separate process (`_sizes.py`) measures; it writes the model to `folder` if needed."""
     file = Path(folder) / "measured.json"
     script = str(Path(__file__).with_name("_sizes.py"))
     command = [sys.executable, "-W", "ignore", script, what, shape, settings, folder, str(file)]

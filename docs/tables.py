@@ -646,7 +646,7 @@ def _several(form: CallForm) -> str:
 
 
 def _values(form: CallForm) -> str:
-    """The cell of where an argument's type comes from."""
+    """The cell that says where an argument's type comes from."""
     if form.holds_json:
         return "JSON"
     if "{python}" in form.bodies[0]:

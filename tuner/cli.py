@@ -562,7 +562,8 @@ class _Flags:
     """Mixin of commands: their help shows flags without `<bool>`."""
 
     def get_params(self, context: Any) -> list[Any]:
-        params: list[Any] = super().get_params(context)  # type: ignore[misc]  # of the command
+        # The class that this is mixed into has the method.
+        params: list[Any] = super().get_params(context)  # type: ignore[misc]
         for one in params:
             if getattr(one, "is_flag", False):
                 one.metavar = ""

@@ -108,7 +108,7 @@ Notes on single templates:
 - SmolLM3 reads `xml_tools` and `python_tools` instead of `tools`, and shows no earlier calls.
 - QwQ-32B reads the content of a turn with calls only when a result has followed.
 - GPT-OSS's template shows only the first of several calls in a turn, and takes words beside a call
-  for reasoning: both are written as the model writes them, messages of their own.
+  for reasoning. Both are rendered as separate messages, as the model writes them.
 - GPT-OSS, Hermes and vLLM's template for DeepSeek-V3.1 fail on a tool without a description; they
   are shown an empty description and empty parameters.
 - Mistral's templates show the tools in front of the last question, so each new question changes the

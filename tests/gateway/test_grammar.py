@@ -604,7 +604,7 @@ K3 = (
 )
 K3_SAID = "<|open|>response<|sep|>{}<|close|>response<|sep|>"
 FRAMES = [
-    # parsers, completions that call, completions of JSON, completions that cannot be
+    # parsers, completions with calls, completions of JSON, completions that are refused
     (
         ("openai", "openai_gptoss"),
         [

@@ -86,7 +86,7 @@ MOMENT = "2024-05-06T07:08:09Z"
 ID = "123e4567-e89b-12d3-a456-426614174000"
 MANY = "a\nb 'c' \"d\" <p>e</p> {f} é 🙂 \\n"
 
-# the type of a parameter, valid values, texts that are none
+# the type of a parameter, valid values, invalid texts
 SIGNATURES: list[tuple[Any, list[Any], list[str]]] = [
     (str, ["", "5", "null", "True", MANY, "\n", " a\n", "</parameter>"], ["</tool_call>"]),
     (int, [5, -3, 0], ["", "5.5", "x", "true", "05"]),
@@ -241,7 +241,7 @@ FAVOURITES = letters('nultre 0123-5.[]{}":,aABTZ/<>\n')
 
 
 def sampled(form: str, dice: random.Random, value: str) -> str | None:
-    """A completion that begins like one with a valid value and goes on with a random model, which
+    """A completion that begins like one with a valid value and continues with a random model, which
     ends values often; None if it takes too long."""
     state, plan = GRAMMARS.start(form), []
     text = called(value)

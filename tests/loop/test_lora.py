@@ -138,7 +138,7 @@ def test_interrupted_run_ends_with_the_same_adapter(
 
 
 def test_no_library_says_anything_in_a_run_or_an_export(random_model_path, tmp_path):
-    """In a process of its own, where the libraries are imported for the first time."""
+    """In a new process, where the libraries are imported for the first time."""
     settings = (str(random_model_path), str(tmp_path), NEW, "buffer.total_steps=1")
     export = ("export", str(tmp_path / "p/run"), str(tmp_path / "out"), "--merge")
     code = (

@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger(__name__)
-# While transformers loads a model, it replaces functions of torch and some of its own. A second
-# thread that loads at the same time gets weights without data, and leaves torch changed.
+# While transformers loads a model, it replaces some functions of torch and of transformers. If a
+# second thread loads at the same time, its weights have no data, and torch stays changed.
 _LOADING = threading.RLock()
 _FORM = 1  # version of the saved form; change it if a change here changes what is saved
 # Vocabularies that split every digit, by llama.cpp's names of pre-tokenizers.

@@ -500,8 +500,11 @@ def forward_options(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def cache_argument(model: PreTrainedModel) -> str:
-    """Name of the cache among the model's arguments and outputs: `cache` since transformers 5.24,
-    two names before, and in models with code of their own."""
+    """Name of the cache among the model's arguments and outputs.
+
+    Models of transformers 5.24 and later call it `cache`. Older ones, and models whose code is not
+    part of transformers, call it `past_key_values` or `cache_params`.
+    """
     names = _arguments(type(model).forward)
     return next((name for name in ("cache", "cache_params") if name in names), "past_key_values")
 
