@@ -817,7 +817,8 @@ NOT_TAKEN: list[tuple[str, tuple[str, str, int], list[Any]]] = [
 async def test_turn_that_the_template_does_not_take_continues_as_it_was_sampled(
     name: str, said: tuple[str, str, int], tools: list[Any], policy: ReasoningPolicy
 ) -> None:
-    gateway, _ = gateway_with(family_named(name), policy, said)
+    family = family_named(name)
+    gateway, _ = gateway_with(family, policy, said)
     session = gateway.open_session("r")
     answer = await ask(session, [USER], tools=tools)
     assert len(answer.get("tool_calls", [])) == said[2]

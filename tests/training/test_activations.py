@@ -19,7 +19,7 @@ from tuner.training.memory import Activations
 from tuner.training.trainer import PolicyTrainer
 
 KINDS = ["qwen2", "qwen3"]
-# Kinds with special layers, the type of the special layer, and the layout in which the kind is exact.
+# Kinds with special layers, the type of that layer, and the layout in which the kind is exact.
 OTHERS = [
     ("gemma3_text", "full_attention", "tree"),
     ("gemma3_text", "full_attention", "padded"),
