@@ -788,6 +788,19 @@ def family_named(name: str) -> Family:
     return family
 
 
+def test_tags_around_an_answer_do_not_end_the_turn() -> None:
+    # As Kimi K3's.
+    template = (
+        "{% for m in messages %}{{ '<|open|>response<|sep|>' + m.content }}"
+        "{{ '<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>' }}{% endfor %}"
+    )
+    renderer = ChatRenderer(
+        speech_of(template, merging), chat_template=template, reasoning_parser="kimi_k3"
+    )
+    ends = renderer.turn_ends
+    assert [renderer.special_tokens.text(end) for end in ends] == ["<|end_of_msg|>"]
+
+
 HARMONY = ("gpt_oss", "real/openai-gpt-oss-120b")
 
 

@@ -138,6 +138,13 @@ def test_half_of_a_pair_in_pythons_notation_is_kept_as_an_escape(name: str, text
     assert json.loads(call.arguments) in ({"word": "\ud83d"}, {"names": ["\ud83d"]})
 
 
+def test_elements_of_an_unknown_type_are_an_object_unless_they_are_items() -> None:
+    form = FORMS["minimax_m3"]
+    given = {"free": {"x": "y"}, "many": ["y", "z"]}
+    (call,) = TOOL_CALL_PARSERS["minimax_m3"](spelled(form, [given]), [])[1]
+    assert json.loads(call.arguments) == given
+
+
 def pieces(form: CallForm) -> list[str]:
     parts = [part for body in form.bodies for part in FIELD.split(body)]
     parts += [part for part in FIELD.split(form.parameter) if not FIELD.match(part)]

@@ -7,16 +7,23 @@ import pytest
 import torch
 
 from tests.engines.models import make_model, make_tokenizer, prompt
+from tests.training.test_activations import model_of
 from tuner.config import load_config
 from tuner.engines import SamplingParams
 from tuner.engines.transformers.engine import TransformersEngine
 from tuner.engines.vllm.core import VllmSettings
 from tuner.errors import ConfigError
 from tuner.runs import placement
-from tuner.runs import placement as arrangement
-from tuner.runs import placement as memory
 from tuner.runs.models import choose_dtype
-from tuner.runs.placement import Machine, Needs, choose_placement, generating, needs_of, peak_of
+from tuner.runs.placement import (
+    Machine,
+    Needs,
+    choose_placement,
+    generating,
+    layout_of,
+    needs_of,
+    peak_of,
+)
 from tuner.training.memory import Activations
 
 GIB = 2**30
@@ -78,7 +85,7 @@ def test_a_started_server_sees_the_gpus_that_are_its_own(visible, gpus, seen, mo
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     config = load_config(overrides=["explorer.rollout_model.engine_type=vllm"])
     settings = VllmSettings("float32", 64, 4, ())
-    servers = arrangement._vllm_servers(config, settings, choose(gpus=gpus), None)
+    servers = placement._vllm_servers(config, settings, choose(gpus=gpus), None)
     assert [server._environment["CUDA_VISIBLE_DEVICES"] for server in servers] == seen
 
 
@@ -238,7 +245,7 @@ def test_auto_is_counted_with_checkpoints_where_a_gpu_has_no_room_without(monkey
     needs = needs_of(config, model, 100, references=0, critics=0)
     peaks = []
     for free in (None, 10**9, 0):
-        monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free)
+        monkeypatch.setattr(placement, "free_bytes", lambda device, free=free: free)
         peaks.append(peak_of(config, model, needs, 1000))
     assert peaks[0] == peaks[1] > peaks[2]
 
@@ -333,3 +340,12 @@ def test_weights_are_bfloat16_on_a_gpu_that_computes_with_it_unless_told_otherwi
     assert choose_dtype("auto", cpu) == torch.float32
     assert choose_dtype("float32", gpu) == torch.float32
     assert choose_dtype("bfloat16", cpu) == torch.bfloat16
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("qwen3", "tree"), ("lfm2", "packed")])
+def test_memory_is_counted_for_the_layout_that_the_model_gets(kind, layout):
+    more = {"layer_types": ["conv", "full_attention"]} if kind == "lfm2" else {}
+    model = model_of(torch.float32, 2, kind=kind, **more)
+    assert layout_of(load_config(), model) == layout
+    padded = load_config(overrides=["tuner.layout=padded"])
+    assert layout_of(padded, model) == "padded"
