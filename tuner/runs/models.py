@@ -121,8 +121,8 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-# What these libraries will rename or remove is nothing that a user could act on; Python itself
-# hides DeprecationWarnings. Appended, so that `python -W` and the user's filters come first.
+# A user cannot act on names that these libraries will change or remove; Python itself hides
+# DeprecationWarnings. Appended, so that `python -W` and the user's filters come first.
 _LIBRARIES = r"(torch|transformers|peft|accelerate|bitsandbytes|datasets|huggingface_hub|tuner)\b"
 warnings.filterwarnings("ignore", category=FutureWarning, module=_LIBRARIES, append=True)
 

@@ -27,6 +27,7 @@ from tuner.engines.servers import TokenServer
 from tuner.engines.sglang.client import SglangServer, SglangSettings, check_for_sglang
 from tuner.engines.transformers.engine import TransformersEngine
 from tuner.engines.transformers.model_shape import head_width, layer_configs, layer_windows
+from tuner.engines.transformers.passes import power_of_two
 from tuner.engines.transformers.slots import FIRST_CAPACITY
 from tuner.engines.vllm.client import TrainerWeights, VllmProcess, VllmServer, transfer_backends
 from tuner.engines.vllm.core import VllmSettings, check_for_vllm
@@ -206,15 +207,10 @@ def generating(
     shared = next(ends, min(map(len, prompts)))
     tokens = longest
     if together > 1:
-        slots = min(_power_of_two(together), config.tuner.max_slots)
-        capacity = min(max(_power_of_two(longest - shared), FIRST_CAPACITY), max_model_len)
+        slots = min(power_of_two(together), config.tuner.max_slots)
+        capacity = min(max(power_of_two(max(1, longest - shared)), FIRST_CAPACITY), max_model_len)
         tokens = shared + slots * capacity
     return needs.trainer - needs.gradients + needs.request * tokens // max_model_len
-
-
-def _power_of_two(count: int) -> int:
-    """The smallest one that is at least `count`."""
-    return 1 << (max(1, count) - 1).bit_length()
 
 
 _RESERVE = 1 << 30

@@ -305,9 +305,9 @@ class PassGraphs:
         cache, (count, width) = self._cache, ids.shape
         decodes = first == 0 and width == 1
         least = (1, 1) if decodes else _PROMPTS
-        rows, columns = max(least[0], _rounded(count)), max(least[1], _rounded(width))
+        rows, columns = max(least[0], power_of_two(count)), max(least[1], power_of_two(width))
         rows = min(rows, cache.slots)
-        length = min(max(_SHORTEST, _rounded(int(positions.max()) + 1)), cache.capacity)
+        length = min(max(_SHORTEST, power_of_two(int(positions.max()) + 1)), cache.capacity)
         few = rows * columns <= _TOKENS and rows * columns * length <= MASK_ELEMENTS
         if not (self._usable and (decodes or few)):
             return None
@@ -369,7 +369,7 @@ class PassGraphs:
         generator.graphsafe_set_state(fresh.graphsafe_get_state())
 
 
-def _rounded(number: int) -> int:
+def power_of_two(number: int) -> int:
     """Round up to a power of two."""
     return 1 << (number - 1).bit_length()
 

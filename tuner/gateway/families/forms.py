@@ -315,7 +315,7 @@ class _Literals:
         return match[1], match.end()
 
     def _bare(self, at: int) -> tuple[Any, int]:
-        """A number or a word; a word of no meaning is a string."""
+        """A number, or a word: True, False and None have their meaning, others are strings."""
         match = self._BARE.match(self._text, at)
         word = match[0].strip() if match else ""
         if not word or match is None:
@@ -381,7 +381,7 @@ class CallForm:
 
     @cached_property
     def markup(self) -> tuple[str, ...]:
-        """Tags that no value contains that a grammar allows."""
+        """Tags that a grammar does not allow inside values."""
         texts = [part for body in self.bodies for part in FIELD.split(body)]
         found = [FIELD.split(self.parameter)[0], *texts[:1], *texts[-1:], self.opener, self.closer]
         return tuple(
@@ -432,7 +432,7 @@ class CallForm:
 
 
 Found = tuple[tuple[ParsedToolCall, ...], int, bool]
-"""Calls, where they end, and whether they break off there."""
+"""Calls, the position of their end, and whether a malformed call follows there."""
 
 FIELD = re.compile(r"(\{\w+\})")
 """A field of a row."""
@@ -458,7 +458,7 @@ def _spelled_fields(text: str) -> str:
 
 
 class _Body:
-    """Reads one of a form's bodies: patterns and fields in turns, a pattern first and last."""
+    """Reads one of a form's bodies: a pattern, the field that holds arguments, and a pattern."""
 
     def __init__(self, form: CallForm, body: str) -> None:
         self._form = form
@@ -666,7 +666,7 @@ class _Elements:
         return value, at + len(closer)
 
 
-# The rows, by vLLM's names of the parsers. Where it has none the name is llama.cpp's.
+# The rows, by vLLM's names of the parsers, or after the model where vLLM has none.
 
 _XML = CallForm(
     opener="<tool_call>",

@@ -123,7 +123,7 @@ class Rules:
             unlike: Terminal of text that is not meant; empty for none.
             words: Terminal of the words; empty for none.
         """
-        # Text that ends like a part of the tag can make up a tag with its beginning.
+        # Text that ends with the first part of a tag would complete the tag too early.
         begun = [tag[:-n] for n in range(1, len(tag)) if tag[:n] == tag[-n:]]
         tags = " | ".join(map(literal, (tag, *without)))
         refused = [f"{ANY_TEXT} ({tags}) {ANY_TEXT}", *([unlike] if unlike else ())]
@@ -335,7 +335,7 @@ class CallGrammar:
         return self._rules.free(*tags, begins=form.start or None)
 
     def after_text(self) -> str:
-        """Text, and then calls."""
+        """Text that calls follow."""
         form = self._form
         if form.start:
             return self._calls
@@ -544,7 +544,7 @@ class CallGrammar:
                 opening = self._rules.spelled(f"{self._form.mark}<{key}>")
                 one = f"{opening} {value(schema, root, place)}"
             found.append((self._rules.fresh("member", one), name in parameters.required))
-        # What may follow, if nothing has come yet, and if something has.
+        # The rest of the members if none has been written yet, and after another one.
         first = after = ""
         for one, required in reversed(found):
             whole = self._rules.fresh("members", f"{one} {after}")

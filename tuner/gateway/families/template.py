@@ -326,7 +326,7 @@ class _Marks:
         self._joined: list[list[str]] = []  # the marks of the calls of a turn
 
     def taken_apart(self, messages: Sequence[Message]) -> Iterator[Message]:
-        """The messages in the form's way with several calls in a turn, and words beside them."""
+        """The messages, with several calls in a turn, and words beside calls, as the form says."""
         form, place = self._form, 0
         while place < len(messages):
             message = messages[place]
