@@ -437,9 +437,13 @@ def test_values_are_read_from_json_and_from_pythons_notation(value: Any, space: 
         assert json.loads(read_value(text, frozenset({"string"}))) == text
 
 
+def test_tuples_in_an_array_are_arrays() -> None:
+    assert json.loads(read_value("[(1,), ('a', ())]", TYPES)) == [[1], ["a", []]]
+
+
 @pytest.mark.parametrize(
     "text",
-    ["(1,)", "[(1,)]", "{1: 2}", "{1}", "b'a'", "[b'a']", "NaN", "[NaN]", "[1e999j]", "[x]", "[]]",
+    ["(1,)", "{1: 2}", "{1}", "b'a'", "[b'a']", "NaN", "[NaN]", "[1e999j]", "[x]", "[]]",
      "Infinity", "{'a': 1", "[" * 500, "[" * 500 + "]" * 500 + ",]", "1_0", "01", "[\0]"],
 )  # fmt: skip
 def test_what_is_no_value_of_json_stays_text(text: str) -> None:

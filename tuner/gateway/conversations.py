@@ -33,7 +33,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 from tuner.encoding import json_text
-from tuner.gateway.families.forms import Tools, json_value
+from tuner.gateway.families.forms import Tools
+from tuner.gateway.families.literals import json_value
 from tuner.gateway.families.parsing import ParsedMessage
 from tuner.gateway.families.renderer import ChatRenderer
 from tuner.gateway.families.template import Message, said

@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tuner.engines.base import COLDEST, EngineCapabilities, Generation, SamplingParams
-from tuner.gateway.families.forms import is_object
 from tuner.gateway.families.grammars import AUTO, AnswerSchema, Constraints, ToolChoice
+from tuner.gateway.families.literals import is_object, refuse_constant
 from tuner.gateway.families.parsing import ParsedMessage
 from tuner.gateway.families.renderer import LONG, ChatRenderer, is_long
 from tuner.gateway.families.template import Message, content_of, text_of
-from tuner.gateway.families.values import refuse_constant
 from tuner.gateway.request_error import FieldError, Path, dotted, kind, shown, wrong
 
 # Readers of JSON fields: each raises a specific message for a wrong value.

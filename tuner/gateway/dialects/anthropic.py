@@ -13,8 +13,8 @@ from typing import Any
 
 from tuner.encoding import displayable, json_text
 from tuner.gateway.completion import Completion, chat_prompt
-from tuner.gateway.families.forms import json_value
 from tuner.gateway.families.grammars import AnswerSchema, ToolChoice
+from tuner.gateway.families.literals import json_value
 from tuner.gateway.families.parsing import Delta
 from tuner.gateway.families.renderer import ChatRenderer
 from tuner.gateway.families.template import Message, content_of

@@ -30,22 +30,21 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from tuner.encoding import kept_json
-from tuner.gateway.families.values import (
+from tuner.gateway.families.literals import (
     DECODER,
-    Types,
-    items_of,
-    parameters_of,
-    read_value,
-    refuse_constant,
-    types_of,
+    Literals,
+    expect,
+    is_object,
+    skip_space,
+    value_end,
 )
+from tuner.gateway.families.values import Types, items_of, parameters_of, read_value, types_of
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -76,45 +75,7 @@ class ToolCallBlock:
     malformed: int
 
 
-# JSON that a model wrote.
-
-
-def is_object(text: str) -> bool:
-    """Whether `text` is one JSON object."""
-    try:
-        return isinstance(DECODER.decode(text), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def json_value(text: str) -> Any:
-    """The value of a JSON text that the model wrote.
-
-    Numbers beyond the range of floats, which a model can write, become the largest float: as
-    infinity they would be written back as text that is not JSON.
-    """
-    return json.loads(text, parse_float=_finite, parse_constant=refuse_constant)
-
-
-def _finite(number: str) -> float:
-    return max(-sys.float_info.max, min(sys.float_info.max, float(number)))
-
-
-def value_end(text: str, start: int) -> int | None:
-    """End of the JSON value that begins at `start`; None if there is none."""
-    try:
-        return DECODER.raw_decode(text, start)[1]
-    except (ValueError, RecursionError):
-        return None
-
-
-def skip_space(text: str, position: int) -> int:
-    """The first position from `position` on that is not JSON white space."""
-    match = _SPACE.match(text, position)
-    return match.end() if match else position
-
-
-_SPACE = re.compile(r"[ \t\n\r]*")
+# Calls in JSON.
 
 
 @dataclass(frozen=True)
@@ -159,27 +120,20 @@ def _object_spans(text: str) -> dict[str, tuple[int, int]]:
         ValueError: `text` is not one JSON object, or names a member twice.
     """
     spans: dict[str, tuple[int, int]] = {}
-    position = _expect(text, 0, "{")
+    position = expect(text, 0, "{")
     while text[position : position + 1] != "}":
         if spans:
-            position = _expect(text, position, ",")
+            position = expect(text, position, ",")
         key, position = DECODER.raw_decode(text, position)
         if not isinstance(key, str) or key in spans:
             raise ValueError("a member's name must be a string that occurs once")
-        start = _expect(text, position, ":")
+        start = expect(text, position, ":")
         _, position = DECODER.raw_decode(text, start)
         spans[key] = (start, position)
         position = skip_space(text, position)
     if skip_space(text, position + 1) != len(text):
         raise ValueError("text after the object")
     return spans
-
-
-def _expect(text: str, position: int, character: str) -> int:
-    position = skip_space(text, position)
-    if text[position : position + 1] != character:
-        raise ValueError(f"expected {character!r}")
-    return skip_space(text, position + 1)
 
 
 def _schema_of(name: str, tools: Tools) -> Any:
@@ -194,138 +148,6 @@ def _schema_of(name: str, tools: Tools) -> Any:
 def _object_of(members: Mapping[str, str]) -> str:
     """A JSON object of members that are JSON already."""
     return f"{{{', '.join(f'{kept_json(key)}: {value}' for key, value in members.items())}}}"
-
-
-# Values that are not JSON.
-
-_WORDS_OF_PYTHON = {"True": True, "False": False, "None": None}
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\n": "", "\\": "\\", "'": "'", '"': '"'}
-
-
-class _Literals:
-    """Reads values in a text that are not JSON: Python's, and Gemma's.
-
-    Args:
-        text: The text.
-        quote: What stands before and after a string.
-        python: Strings are Python's, names have quotes, and a tuple is an array.
-
-    Attributes:
-        at: After `items` and `call`: where they ended.
-    """
-
-    _STRING = re.compile(r"'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"", re.DOTALL)
-    _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
-    _BARE = re.compile(r"[^,:()\[\]{}\n=]*")
-    _CALLED = re.compile(r"\s*([^\W\d][\w.-]*)\(")
-    _KEYWORD = re.compile(r"\s*([^\W\d]\w*)\s*=")
-    _KEY = re.compile(r"\s*([^,:()\[\]{}\n]+?)\s*:")
-    _MOST = 100  # levels
-
-    def __init__(
-        self, text: str, *, quote: tuple[str, str] = ("", ""), python: bool = False
-    ) -> None:
-        self._text = text
-        self._quote, self._closing = quote
-        self._python = python
-        self.at = 0
-
-    def value(self, at: int, depth: int = 0) -> tuple[Any, int]:
-        """The value that begins at a position, and its end.
-
-        Raises:
-            ValueError: There is none.
-        """
-        at = skip_space(self._text, at)
-        start = self._text[at : at + 1]
-        if depth > self._MOST or at >= len(self._text):
-            raise ValueError("nested too deeply, or cut off")
-        if self._quote and self._text.startswith(self._quote, at):
-            begin = at + len(self._quote)
-            close = self._text.find(self._closing, begin)
-            if close < 0:
-                raise ValueError("a string without an end")
-            return self._text[begin:close], close + len(self._closing)
-        if self._python and start in ("'", '"'):
-            return self.string(at)
-        if start == "[" or (start == "(" and self._python):
-            items: list[Any] = []
-            for begin in self.items(at + 1, "]" if start == "[" else ")"):
-                value, self.at = self.value(begin, depth + 1)
-                items.append(value)
-            return items, self.at
-        if start == "{":
-            members: dict[str, Any] = {}
-            for begin in self.items(at + 1, "}"):
-                key, after = self._key(begin)
-                if key in members:
-                    raise ValueError("a name that occurs twice")
-                members[key], self.at = self.value(after, depth + 1)
-            return members, self.at
-        return self._bare(at)
-
-    def items(self, at: int, closer: str) -> Iterator[int]:
-        """Where the items begin, with commas between; each must leave its end in `at`."""
-        self.at = skip_space(self._text, at)
-        while self._text[self.at : self.at + 1] != closer:
-            if self.at >= len(self._text):
-                raise ValueError("cut off")
-            yield self.at
-            self.at = skip_space(self._text, self.at)
-            if self._text[self.at : self.at + 1] == ",":
-                self.at = skip_space(self._text, self.at + 1)
-            elif self._text[self.at : self.at + 1] != closer:
-                raise ValueError("expected a comma")
-        self.at += 1
-
-    def string(self, at: int) -> tuple[str, int]:
-        """Python's string at a position."""
-        match = self._STRING.match(self._text, at)
-        if match is None:
-            raise ValueError("a string without an end")
-        body = match[1] if match[1] is not None else match[2]
-        return self._ESCAPE.sub(self._unescaped, body), match.end()
-
-    def _unescaped(self, match: re.Match[str]) -> str:
-        escape = match[1]
-        if len(escape) > 1:
-            return chr(min(int(escape[1:], 16), sys.maxunicode))
-        return _ESCAPES.get(escape, match[0])
-
-    def call(self, at: int) -> ParsedToolCall:
-        """Python's call with keyword arguments at a position; its end is left in `at`."""
-        match = self._CALLED.match(self._text, at)
-        if match is None:
-            raise ValueError("expected a call")
-        arguments: dict[str, Any] = {}
-        for begin in self.items(match.end(), ")"):
-            key = self._KEYWORD.match(self._text, begin)
-            if key is None or key[1] in arguments:
-                raise ValueError("expected a name that occurs once")
-            arguments[key[1]], self.at = self.value(key.end(), 1)
-        return ParsedToolCall(match[1], kept_json(arguments))
-
-    def _key(self, at: int) -> tuple[str, int]:
-        if self._python:
-            key, at = self.string(at)
-            return key, _expect(self._text, at, ":")
-        match = self._KEY.match(self._text, at)
-        if match is None:
-            raise ValueError("expected a name")
-        return match[1], match.end()
-
-    def _bare(self, at: int) -> tuple[Any, int]:
-        """A number, or a word: True, False and None have their meaning, others are strings."""
-        match = self._BARE.match(self._text, at)
-        word = match[0].strip() if match else ""
-        if not word or match is None:
-            raise ValueError("expected a value")
-        try:
-            if word in _WORDS_OF_PYTHON:
-                return _WORDS_OF_PYTHON[word], match.end()
-            return json_value(word), match.end()
-        except ValueError:
-            return word, match.end()
 
 
 # The reader of all rows.
@@ -444,6 +266,8 @@ _WORDS = {
     "{type}": r"(?P<type>\w+)",
 }
 _SEPARATOR = re.compile(r"\s*;?\s*")
+_CALLED = re.compile(r"\s*([^\W\d][\w.-]*)\(")
+_KEYWORD = re.compile(r"\s*([^\W\d]\w*)\s*=")
 
 
 def _spelled(text: str) -> str:
@@ -589,7 +413,7 @@ class _Body:
         return text.strip()
 
     def _braces(self, text: str, at: int, name: str, tools: Tools) -> Found:
-        members, stop = _Literals(text, quote=self._form.quote).value(at)
+        members, stop = Literals(text, quote=self._form.quote).value(at)
         if not isinstance(members, dict):
             raise ValueError
         if not self._form.by_schema:
@@ -612,11 +436,24 @@ class _Body:
     def _python(self, text: str, at: int, name: str, tools: Tools) -> Found:
         if text[at : at + 1] != "[":
             raise ValueError
-        literals = _Literals(text, python=True)
-        calls = [literals.call(begin) for begin in literals.items(at + 1, "]")]
+        literals = Literals(text, python=True)
+        calls = [self._one_call(literals, text, begin) for begin in literals.items(at + 1, "]")]
         if not calls:
             raise ValueError
         return tuple(calls), literals.at, False
+
+    def _one_call(self, literals: Literals, text: str, at: int) -> ParsedToolCall:
+        """A call with keyword arguments; the reader is left at its end."""
+        match = _CALLED.match(text, at)
+        if match is None:
+            raise ValueError("expected a call")
+        arguments: dict[str, Any] = {}
+        for begin in literals.items(match.end(), ")"):
+            key = _KEYWORD.match(text, begin)
+            if key is None or key[1] in arguments:
+                raise ValueError("expected a name that occurs once")
+            arguments[key[1]], literals.at = literals.value(key.end(), 1)
+        return ParsedToolCall(match[1], kept_json(arguments))
 
 
 class _Elements:

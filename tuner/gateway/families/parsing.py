@@ -22,8 +22,8 @@ from tuner.gateway.families.forms import (
     ParsedToolCall,
     ToolCallBlock,
     Tools,
-    is_object,
 )
+from tuner.gateway.families.literals import is_object
 
 # The parts of a completion: reasoning, content and tool calls; and the scanners that find them.
 #

@@ -16,7 +16,8 @@ from functools import lru_cache
 from typing import Any, Final, Literal, Protocol
 
 from tuner.errors import ConfigError
-from tuner.gateway.families.forms import Tools, json_value
+from tuner.gateway.families.forms import Tools
+from tuner.gateway.families.literals import json_value
 from tuner.gateway.families.parsing import TOOL_CALL_PARSERS, ParsedMessage
 
 Message = dict[str, Any]

@@ -11,11 +11,9 @@ bounds, a string cannot begin as these do.
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 import re
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,6 +22,7 @@ from urllib.parse import unquote
 
 from tuner.encoding import json_text, kept_json
 from tuner.engines.grammar_text import compile_limits
+from tuner.gateway.families.literals import DECODER, Literals
 from tuner.gateway.request_error import Path, RequestError, shown
 
 # Reading.
@@ -46,14 +45,6 @@ _SHAPES = {
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
-def refuse_constant(name: str) -> Any:
-    """Reject NaN, Infinity and -Infinity, which Python's decoder accepts."""
-    raise ValueError(f"{name} is not a JSON number")
-
-
-DECODER = json.JSONDecoder(parse_constant=refuse_constant)
-
-
 def read_value(text: str, types: Types | None) -> str:
     """The value of a text, as JSON text.
 
@@ -73,21 +64,19 @@ def read_value(text: str, types: Types | None) -> str:
 
 
 def _json_of(text: str) -> str | None:
-    """JSON, or a literal of Python as JSON; None for other text."""
+    """JSON, or a value in Python's notation as JSON; None for other text."""
     text = _WORDS.get(text, text)
     try:
         DECODER.decode(text)
-    except ValueError:
-        try:
-            with warnings.catch_warnings(action="ignore"):  # of wrong escapes in the literal
-                value = ast.literal_eval(text)
-            written = kept_json(value)
-            # Tuples, and keys that are not strings, are not JSON's.
-            return written if json.loads(written) == value else None
-        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            return None
     except RecursionError:
         return None
+    except ValueError:
+        literals = Literals(text, python=True, words=False)
+        try:
+            value, end = literals.value(0)
+        except ValueError:
+            return None
+        return kept_json(value) if end == len(text) else None
     return text
 
 
