@@ -14,13 +14,7 @@ has, which imports the same, it is compared with what `tuner check` predicts.
 - second: words spelled backward in one turn, so that nothing in the question can be copied as it
   is. reasoning_gym's scorer gives credit for each letter in its place.
 
-- sizes: two steps with random weights in the shapes of published models, each in a process of its
-  own. Memory is the most that was resident without what was resident before the model was loaded,
-  beside what `tuner check` predicts. Seconds are those of the last step; imports are not part of
-  those to the first rollout. Then two rollouts, one after the other, make two calls each with 16
-  tools in the prompt: how many of its tokens are computed, and how long the call takes.
-
-    python benchmarks/real_models.py [--seeds 1 2 3] [--only all lora vllm trl second sizes]
+    python benchmarks/real_models.py [--seeds 1 2 3] [--only all lora vllm trl second]
 
 Parts that are not run keep their rows of the last time.
 """
@@ -377,78 +371,12 @@ def train_to_spell() -> dict[str, Any]:
     return {"before": before, "after": after, "minutes": seconds / 60}
 
 
-# Settings that each shape is measured with.
-SIZES = {
-    "SmolLM2-135M": ("float32", "bfloat16", "LoRA", "LoRA bfloat16", "checkpointed"),
-    "Gemma-3-270M": ("float32", "bfloat16"),
-    "LFM2-350M": ("float32",),
-    "Qwen3-0.6B": ("bfloat16",),
-}
-
-
-def of_sizes(shapes: Sequence[str]) -> list[Row]:
-    """Memory, seconds and reuse of prompts in the shapes of published models."""
-    rows: list[Row] = []
-    for shape in shapes:
-        with tempfile.TemporaryDirectory() as folder:
-            for settings in SIZES[shape]:
-                rows += trained_size(
-                    f"{shape}, {settings}", of_size("step", shape, settings, folder)
-                )
-            rows += reused(f"{shape}, 16 tools", of_size("tools", shape, "float32", folder))
-    return rows
-
-
-def of_size(what: str, shape: str, settings: str, folder: str) -> Any:
-    """What a separate process (`_sizes.py`) measures; it writes the model to `folder` if needed."""
-    file = Path(folder) / "measured.json"
-    script = str(Path(__file__).with_name("_sizes.py"))
-    command = [sys.executable, "-W", "ignore", script, what, shape, settings, folder, str(file)]
-    seconds, _ = in_a_process(command)
-    print(f"{shape}, {settings}, {what}: {seconds:.0f} s", flush=True)
-    return json.loads(file.read_text())
-
-
-def trained_size(case: str, found: dict[str, Any]) -> list[Row]:
-    held, expected, step = found["held"], said_by_check(found["check"]), found["step"]
-    error = abs(held - expected) / held
-    return [
-        Row(case, "GiB at the peak", held, "tuner check", expected, more_is_better=False),
-        seconds_or_less(case, "error of the prediction", error, ALLOWED_ERROR),
-        seconds_or_less(case, "seconds to the first rollout", found["startup"]),
-        seconds_or_less(case, "s/step", step),
-        *(
-            Row(case, f"s of {part}", seconds, "of", step, more_is_better=False)
-            for part, seconds in found["parts"].items()
-        ),
-        Row(case, "unique tokens of an update", found["unique"]),
-    ]
-
-
-def reused(case: str, calls: Sequence[tuple[float, int, int]]) -> list[Row]:
-    names = ("first call", "second call", "another rollout's first call")
-    (first, _, _), *_ = calls
-    rows: list[Row] = []
-    for name, (seconds, prompt, cached) in zip(names, calls, strict=False):
-        rows += [
-            Row(case, f"tokens computed of the prompt, {name}", prompt - cached, "of", prompt),
-            Row(case, f"seconds, {name}", seconds, "first call", first, more_is_better=False),
-        ]
-    return rows
-
-
 CASES = {
     "all weights": "all",
     "LoRA": "lora",
     "vllm": "vllm",
     "trl": "trl",
     "second task": "second",
-    **{
-        f"{shape}, {settings}": "sizes"
-        for shape, settings in (
-            (shape, one) for shape, all_ in SIZES.items() for one in (*all_, "16 tools")
-        )
-    },
 }
 
 
@@ -456,7 +384,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--only", nargs="+", choices=set(CASES.values()), default=[*CASES.values()])
-    parser.add_argument("--shapes", nargs="+", choices=SIZES, default=[*SIZES])
     parser.add_argument("--trl-steps", type=int, default=1)
     parser.add_argument("--vllm-python", default=str(ROOT / ".venv-vllm" / "bin" / "python"))
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
@@ -484,8 +411,6 @@ def main() -> None:
         rows += beside_trl(given.trl_steps)
     if "second" in given.only:
         rows += second_task()
-    if "sizes" in given.only:
-        rows += of_sizes(given.shapes)
     report(
         "real_models",
         rows,

@@ -16,6 +16,9 @@ import pytest
 gc.disable()
 gc.set_threshold(20_000, 10, 10)
 
+# A failed assertion of a helper shows its values, as one of a test does.
+pytest.register_assert_rewrite("tests")
+
 os.environ.setdefault("AGENTSCOPE_DISABLE_CONSOLE_OUTPUT", "true")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

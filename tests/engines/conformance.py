@@ -583,7 +583,8 @@ async def test_a_crash_fails_what_is_in_flight_and_the_next_request_is_served(ri
     engine, before = rig.engine, rig.engine.version
     change_weights(rig.model, 0.05)
     await engine.update_weights(before + 1)
-    assert re.search(rig.cause, str(await crashed(engine, rig.crash)))
+    message = str(await crashed(engine, rig.crash))
+    assert re.search(rig.cause, message)
     ids, sampling = prompt(30), SamplingParams(max_tokens=5)
     got = await asyncio.wait_for(engine.generate(ids, sampling, "session"), 600)
     assert got.versions == (before + 1,) * 5

