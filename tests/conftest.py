@@ -16,8 +16,8 @@ import pytest
 gc.disable()
 gc.set_threshold(20_000, 10, 10)
 
-# A failed assertion of a helper shows its values, as one of a test does.
-pytest.register_assert_rewrite("tests")
+# Its tests run in other files, and a failed assertion shows its values.
+pytest.register_assert_rewrite("tests.engines.conformance")
 
 os.environ.setdefault("AGENTSCOPE_DISABLE_CONSOLE_OUTPUT", "true")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -111,3 +111,13 @@ async def test_weights_that_an_adapter_is_added_to_are_kept_through_sleep(vllm, 
     settings = VllmSettings("float32", CONTEXT, 4, (), model="base", lora_rank=4, sleeps=True)
     await VllmCore(settings, Weights(tmp_path, "label")).sleep()
     assert vllm.did == ["sleep 1"]
+
+
+async def test_an_error_that_vllm_wraps_is_named_by_its_cause(vllm, tmp_path):
+    async def sleep(level):
+        raise RuntimeError from MemoryError("none is free")
+
+    vllm.sleep = sleep
+    settings = VllmSettings("float32", CONTEXT, 4, (), sleeps=True)
+    with pytest.raises(EngineError, match="going to sleep: MemoryError: none is free"):
+        await VllmCore(settings, Weights(tmp_path, "label")).sleep()

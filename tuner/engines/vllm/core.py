@@ -374,7 +374,8 @@ class VllmCore:
             raise
         except Exception as error:
             kind = EngineLostError if self.dead else EngineError
-            raise kind(f"vLLM failed while {what}: {type(error).__name__}: {error}") from error
+            cause = error.__cause__ or error  # vLLM wraps some errors in one without a message
+            raise kind(f"vLLM failed while {what}: {type(cause).__name__}: {cause}") from error
 
     async def _wake_weights(self) -> None:
         """Allocate memory for weights; its content is undefined until they are loaded."""
