@@ -41,8 +41,7 @@ class CellOutput:
         from IPython.display import HTML, display
 
         self._html: Any = HTML
-        # IPython has no types.
-        self._handle: Any = display(HTML(""), display_id=True)  # type: ignore[no-untyped-call]
+        self._handle: Any = display(HTML(""), display_id=True)
         self._total = total_steps
         self._step, self._note = 0, ""
         self._what, self._done, self._count, self._of = "", 0, 0, ""
