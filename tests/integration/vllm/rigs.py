@@ -17,6 +17,8 @@ from tuner.engines.vllm.core import VllmSettings, check_for_vllm
 
 BLOCK = 32
 """Tokens of a block of keys and values on a CPU."""
+CORE_DIED = r"(?s)EngineDeadError|it ended with -?\d+\).*last lines of its log:"
+"""A server whose vLLM is killed says so, unless it ends too: then its log does."""
 
 
 def settings(folder: Path, **changes: Any) -> VllmSettings:

@@ -19,7 +19,7 @@ from tests.engines.conformance import (  # noqa: F401  # pytest collects them
 )
 from tests.engines.models import change_weights, prompt
 from tests.integration.vllm import cpu_ipc
-from tests.integration.vllm.rigs import BLOCK, engine, kill_engine_core, saver, settings
+from tests.integration.vllm.rigs import BLOCK, CORE_DIED, engine, kill_engine_core, saver, settings
 from tuner.engines import EngineError, EngineLostError, SamplingParams
 from tuner.engines.vllm.client import DirectSender, TrainerWeights, VllmProcess, transfer_backends
 from tuner.runs.models import checkpoint_tensors
@@ -48,7 +48,7 @@ async def rig(parts):
     # The first tokens take long, longer than the suite waits for a request in flight.
     await made.generate(prompt(5), SamplingParams(max_tokens=1), "first")
     await as_new(made, model)
-    return Rig(made, model, lambda: kill_engine_core(server.pid), "EngineDeadError", spare=BLOCK)
+    return Rig(made, model, lambda: kill_engine_core(server.pid), CORE_DIED, spare=BLOCK)
 
 
 async def test_no_folder_is_written_and_nothing_is_left_in_shared_memory(rig, parts):
