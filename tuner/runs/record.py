@@ -276,19 +276,19 @@ def open_directory(config: RunConfig, data: Mapping[str, Sequence[Task]]) -> Ite
     """
     path = config.run_dir if config.continue_from_checkpoint else free_name(config.run_dir)
     directory = RunDirectory(path)
-    fingerprint = fingerprints(config, data)
+    fingerprint, text, now = fingerprints(config, data), config.to_yaml(), config.public()
     with held(path):
         if directory.has_begun():
-            check_same_run(
-                directory,
-                checked(read_layers(directory.config, backend="local", stored=True)).public(),
-                config.public(),
-                fingerprint,
-                may_change=may_change_here(config),
-            )
+            stored = directory.config
+            before = now
+            # Reading all settings takes long beside a comparison of their text.
+            if not stored.is_file() or stored.read_bytes() != text.encode():
+                before = checked(read_layers(stored, backend="local", stored=True)).public()
+            may_change = may_change_here(config)
+            check_same_run(directory, before, now, fingerprint, may_change=may_change)
         directory.create()
         write_atomically(path / "data.json", json.dumps(fingerprint, indent=2))
-        write_atomically(directory.config, config.to_yaml())
+        write_atomically(directory.config, text)
         yield directory
 
 
