@@ -150,15 +150,17 @@ def test_states_of_different_tasks_are_different():
     assert {id: also[id] for id in alone} == alone
 
 
-def test_a_mask_that_cuts_a_call_in_two_changes_no_advantage():
+@pytest.mark.parametrize("masked", [((1, 3),), ((0, 2),), ((0, 1), (2, 4))])
+def test_a_mask_that_cuts_a_call_of_a_state_changes_no_advantage(masked):
     def traces(masked: tuple[tuple[int, int], ...]) -> list[Trace]:
         long = [
-            replace(call(f"{n}a", [7], [1, 2, 3, 4, 5], [-1.0] * 5), masked=masked, gained=0.5 * n)
+            replace(call(f"{n}a", [7], [1, 2, 3, 4, 5], [-1.0] * 5), gained=0.5 * n)
             for n in range(3)
         ]
+        long[1] = replace(long[1], masked=masked)
         return [trace(0, n, [one, at(f"{n}b", 8)], reward=float(n)) for n, one in enumerate(long)]
 
-    assert got(traces(((1, 3),)), gamma=0.5) == pytest.approx(got(traces(()), gamma=0.5))
+    assert got(traces(masked), gamma=0.5) == pytest.approx(got(traces(()), gamma=0.5))
 
 
 def test_recorded_traces_give_the_same_advantages_as_before_they_were_written():

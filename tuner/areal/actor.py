@@ -124,18 +124,11 @@ class PPOActor:
             ft_spec: Length of the run, if the learning rate follows a schedule.
 
         Raises:
-            ConfigError: An address is given, or a schedule without its length, or the algorithm
-                needs the states of calls.
+            ConfigError: An address is given, or a schedule without its length.
         """
         if addr is not None:
             raise ConfigError(f"addr is {addr!r}, but training runs in this process: remove it")
         config = self._run.config
-        if config.algorithm.advantage_fn == "gigpo":
-            raise ConfigError(
-                "algorithm.advantage_fn gigpo compares calls that were made in the same state, "
-                "which trajectories do not carry: use tune(), or set algorithm.algorithm_type to "
-                "multi_step_grpo"
-            )
         kind = config.algorithm.optimizer.lr_scheduler_type
         if ft_spec is None and kind != "constant":
             raise ConfigError(

@@ -149,9 +149,7 @@ def test_gigpo_is_trinitys_own_function(gamma, fnorm):
     args = {"omega": 0.7, "gamma": gamma, "fnorm": fnorm, "epsilon": 1e-3}
     for seed in range(30):
         traces = with_states(seed)
-        settings = training(
-            total_steps=1, advantage="gigpo", advantage_args=GiGPOAdvantage(**args)
-        )
+        settings = training(total_steps=1, advantage="gigpo", advantage_args=GiGPOAdvantage(**args))
         batch = build_batch(traces, selection=Selection(lone_rewards=True))
         trainer = PolicyTrainer(tiny_model(), settings)
         values = trainer.compute_advantages(batch).advantages_N.tolist()
