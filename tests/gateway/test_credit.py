@@ -80,7 +80,7 @@ async def test_the_state_of_a_call_is_a_text_and_of_a_long_one_its_digest() -> N
         for text in ("room 3", "x" * 65, "\ud800" * 70, None):
             await model(USER)
             model.calls[-1].state = text
-        with pytest.raises(TypeError, match="state of call .* is 3: give a text"):
+        with pytest.raises(TypeError, match=r"state of call .* is 3: give a text"):
             model.calls[-1].state = 3  # type: ignore[assignment]
         states = [call.state for call in session.seal()]
     assert (states[0], states[3]) == ("room 3", None)

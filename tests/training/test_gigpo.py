@@ -157,7 +157,7 @@ def test_a_mask_that_cuts_a_call_of_a_state_changes_no_advantage(masked):
             replace(call(f"{n}a", [7], [1, 2, 3, 4, 5], [-1.0] * 5), gained=0.5 * n)
             for n in range(3)
         ]
-        long[1] = replace(long[1], masked=masked)
+        long[0] = replace(long[0], masked=masked)
         return [trace(0, n, [one, at(f"{n}b", 8)], reward=float(n)) for n, one in enumerate(long)]
 
     assert got(traces(masked), gamma=0.5) == pytest.approx(got(traces(()), gamma=0.5))
