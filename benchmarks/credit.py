@@ -6,9 +6,9 @@ The tiny model answers each call with one of four digits, a token each, so calls
 - one answer: which of four doors is right in a room; a single call.
 - grid: to a square of 4 x 4 within 12 moves; 1 for arriving. Squares are visited again, and named
   as the states of calls.
-- own rewards: six doors one after the other, each right one gives a sixth; what is right in a room
-  does not depend on the others. What a call gained is told to the ways that can use it.
-- early call: the door of the first call decides, five more calls change nothing.
+- own rewards: four doors one after the other, each right one gives a quarter; what is right in a
+  room does not depend on the others. What a call gained is told to the ways that can use it.
+- early call: the door of the first call decides, four more calls change nothing.
 
 All ways have the same tasks, groups, learning rate and seeds, and keep the conversation, so that
 calls continue each other. After each step the tasks are answered greedily. A number is the mean of
@@ -150,8 +150,8 @@ _GOALS = [{"goal": goal} for goal in ((2, 2), (3, 1), (1, 3), (3, 3))] * 2
 CASES = {
     "one answer": Case(one_answer, _rooms(1), 1024, _COMPARED),
     "grid": Case(grid, _GOALS, 5000, [*_COMPARED, "gigpo, gamma 0.9"]),
-    "own rewards": Case(own_rewards, _rooms(6), 3000, [*_COMPARED, CALL_REWARDS]),
-    "early call": Case(early_call, _rooms(6), 3000, _COMPARED),
+    "own rewards": Case(own_rewards, _rooms(4), 2000, [*_COMPARED, CALL_REWARDS]),
+    "early call": Case(early_call, _rooms(5), 2500, _COMPARED),
 }
 
 
