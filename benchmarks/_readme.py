@@ -17,8 +17,8 @@ from benchmarks.gpu.check import CHECKS, SLICES
 HERE = Path(__file__).parent
 TOPICS = {
     "training": "advice agent_step async token_tree train_step trinity_experiences",
-    "learning": "algorithms bandits branching curriculum examples history learning real_models "
-    "real_sizes rebase",
+    "learning": "algorithms bandits branching credit curriculum examples history learning "
+    "real_models real_sizes rebase",
     "serving": "promotion serve served_learning serving_queue",
     "operation": "engine gateway startup stores trace_store viewer workers",
 }

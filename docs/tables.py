@@ -156,6 +156,7 @@ SOURCES = {
     "raft": "[RAFT](https://arxiv.org/abs/2304.06767)",
     "tree": "[VinePPO](https://arxiv.org/abs/2410.01679), "
     "[Tree-GRPO](https://arxiv.org/abs/2509.21240); the estimator is ours",
+    "gigpo": "[GiGPO](https://arxiv.org/abs/2505.10978)",
     "on_policy_distill": "[Thinking Machines](https://thinkingmachines.ai/blog/on-policy-"
     "distillation/), [GKD](https://arxiv.org/abs/2306.13649)",
     "prompt_distill": "[context distillation](https://arxiv.org/abs/2209.15189), "

@@ -170,12 +170,13 @@ def test_a_run_of_the_yaml_can_be_looped_too(random_model_path):
 @pytest.mark.parametrize(
     "setting",
     [
-        {"on_failure": "abort"},
-        {"on_failure": {"penalize": -1.0}},
-        {"algorithm": {"overlong_buffer": 3}},
+        {"tuner": {"on_failure": "abort"}},
+        {"tuner": {"on_failure": {"penalize": -1.0}}},
+        {"tuner": {"algorithm": {"overlong_buffer": 3}}},
+        {"algorithm": {"algorithm_type": "gigpo"}},
     ],
 )
 def test_settings_without_effect_here_are_refused(setting):
-    config = GRPOConfig(gconfig=GCONFIG, tuner={"tuner": setting})
+    config = GRPOConfig(gconfig=GCONFIG, tuner=setting)
     with pytest.raises(ConfigError, match=r"an explicit training loop"):
         RolloutEngine(config.rollout).initialize()

@@ -98,6 +98,18 @@ def test_algorithms_of_trinity_that_are_not_here_are_refused_with_the_reason(nam
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
+        (
+            "algorithm.algorithm_type=gigpo tuner.algorithm.turn_discount=0.9",
+            "set algorithm.advantage_fn_args.gamma instead",
+        ),
+        (
+            "algorithm.algorithm_type=gigpo tuner.branching={}",
+            "which needs independent rollouts: set algorithm.algorithm_type to tree",
+        ),
+        (
+            "algorithm.advantage_fn_args.omega=2",
+            "set algorithm.advantage_fn to gigpo",
+        ),
         ("algorithm.policy_loss_fn_args.tau_pos=1.5", "set algorithm.policy_loss_fn to sapo"),
         (
             "algorithm.algorithm_type=gspo algorithm.policy_loss_fn_args.clip_ratio_c=3",
@@ -224,7 +236,7 @@ def test_groups_of_one_are_for_advantages_that_compare_nothing_inside_a_group(na
     alone = name in ("ppo", "reinforceplusplus", "topr", *NEEDED)
     key = f"algorithm.algorithm_type={name}"
     chosen = selection(load(key))
-    assert (chosen.needs_group, chosen.lone_rewards) == (not alone, alone)
+    assert (chosen.needs_group, chosen.lone_rewards) == (not alone, alone or name == "gigpo")
     if alone:
         assert load(key, "algorithm.repeat_times=1").algorithm.repeat_times == 1
     else:

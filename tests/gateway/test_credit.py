@@ -73,6 +73,21 @@ async def test_a_reward_can_be_taken_back() -> None:
         assert session.seal()[0].reward is None
 
 
+async def test_the_state_of_a_call_is_a_text_and_of_a_long_one_its_digest() -> None:
+    async with gateway_of(StubEngine(["a", "b", "c", "d"])) as gateway:
+        session = gateway.open_session("r")
+        model = PlainChatModel(session)
+        for text in ("room 3", "x" * 65, "\ud800" * 70, None):
+            await model(USER)
+            model.calls[-1].state = text
+        with pytest.raises(TypeError, match=r"state of call .* is 3: give a text"):
+            model.calls[-1].state = 3  # type: ignore[assignment]
+        states = [call.state for call in session.seal()]
+    assert (states[0], states[3]) == ("room 3", None)
+    assert [len(state or "") for state in states[1:3]] == [64, 64]
+    assert states[1] != states[2]
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 async def test_a_reward_must_be_finite(value: float) -> None:
     async with gateway_of(StubEngine()) as gateway:

@@ -44,12 +44,14 @@ async def test_calls_and_what_is_said_of_them_are_the_sessions(by_port):
 
             def say():
                 calls[0].reward = 0.5
+                calls[0].state = "room 3"
                 calls[1].mask(0, 1)
                 calls[1].mask(1, 2)
 
             await in_a_thread(say)
             assert await in_a_thread(lambda: remote.base_url) == gateway.base_url
     assert [call.reward for call in session.calls] == [0.5, None]
+    assert [call.state for call in session.calls] == ["room 3", None]
     assert session.calls[1].masked == ((0, 1), (1, 2))
 
 

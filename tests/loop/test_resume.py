@@ -104,6 +104,32 @@ def test_interrupted_step_is_trained_from_its_recorded_traces(random_model_path,
     assert not any(line.startswith("sample rollouts") for line in said)
 
 
+def test_step_trained_from_its_traces_knows_the_states_of_its_calls(random_model_path, tmp_path):
+    async def walk(task, model):
+        text = ""
+        for _ in range(3):
+            text += await runs.answer(model, f"{task['question']} {text}")
+            model.calls[-1].state = str(len(text) % 2)
+        return text
+
+    asked = ("gigpo", "2", "1")
+    keys = ("algorithm.algorithm_type", "buffer.total_steps", "trainer.save_interval")
+    config = runs.config(
+        random_model_path,
+        tmp_path,
+        "algorithm.advantage_fn_args.gamma=0.5",
+        *(f"{key}={value}" for key, value in zip(keys, asked, strict=True)),
+    )
+    straight = tune(config, workflow=walk)
+    expected = weights(straight)
+    (straight.run_dir / "result.json").unlink()
+    shutil.rmtree(straight.checkpoint)
+    again = tune(config, workflow=walk)
+    assert all(torch.equal(expected[name], value) for name, value in weights(again).items())
+    assert without_times(again.history) == without_times(straight.history)
+    assert straight.history[-1]["states/shared_later"] > 0.5
+
+
 def test_finished_run_is_not_run_again_and_says_how_to_begin_a_new_one(
     straight, random_model_path, caplog, monkeypatch
 ):

@@ -191,3 +191,9 @@ def _check_settings(config: RunConfig) -> None:
             "explicit training loop uses the workflow's rewards unchanged: penalize long answers "
             "there, or remove the setting"
         )
+    if config.algorithm.advantage_fn == "gigpo":
+        raise ConfigError(
+            "algorithm.advantage_fn is gigpo, but the trajectories of an explicit training loop do "
+            "not carry the states of calls: use tune(), or set algorithm.algorithm_type to "
+            "multi_step_grpo"
+        )

@@ -24,6 +24,7 @@ AdvantageName = Literal[
     "reinforce",
     "best_of_group",
     "tree",
+    "gigpo",
     "ppo",
     "on_policy_distill",
     "prompt_distill",
@@ -42,6 +43,7 @@ Aggregation = Literal[
 KLName = Literal["none", "k1", "k2", "k3", "abs"]
 StdLevel = Literal["group", "batch", "none"]
 TreeNorm = Literal["none", "forks", "trunks", "all"]
+StateNorm = Literal["none", "std"]
 OPMDBaseline = Literal["mean", "logavgexp"]
 EntropyName = Literal["none", "default"]
 
@@ -97,7 +99,8 @@ _Gamma = Annotated[
     Field(
         gt=0,
         le=1,
-        description="Discount per token (1). For ppo (across all calls), reinforceplusplus.",
+        description="Discount per token (1), for gigpo per call. For ppo (across all calls), "
+        "reinforceplusplus, gigpo.",
     ),
 ]
 _Epsilon = Annotated[float, Field(gt=0, description="Added to a standard deviation (1e-6).")]
@@ -179,6 +182,24 @@ class TreeAdvantage(AdvantageArgs):
     epsilon: _Epsilon = 1e-6
 
 
+class GiGPOAdvantage(AdvantageArgs):
+    """Returns of rollouts compared in their group, plus returns of calls compared with those of
+    the group's other calls in the same state."""
+
+    omega: float = Field(
+        default=1.0,
+        ge=0,
+        description="Weight of the comparison inside states (1). For gigpo.",
+    )
+    gamma: _Gamma = 1.0
+    fnorm: StateNorm = Field(
+        default="none",
+        description="`std` divides what is compared by its standard deviation, in groups and in "
+        "states; `none` does not (none). For gigpo.",
+    )
+    epsilon: _Epsilon = 1e-6
+
+
 class DistillAdvantage(AdvantageArgs):
     """A teacher's log-prob of each token minus the student's."""
 
@@ -207,6 +228,7 @@ ADVANTAGES: Mapping[AdvantageName, type[AdvantageArgs]] = {
     "reinforce": ReinforceAdvantage,
     "best_of_group": BestOfGroupAdvantage,
     "tree": TreeAdvantage,
+    "gigpo": GiGPOAdvantage,
     "on_policy_distill": DistillAdvantage,
     "prompt_distill": DistillAdvantage,
     "none": NoAdvantage,
@@ -432,6 +454,7 @@ AlgorithmName = Literal[
     "topr",
     "raft",
     "tree",
+    "gigpo",
     "on_policy_distill",
     "prompt_distill",
     "sft",
@@ -515,6 +538,12 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = {
     "tree": Algorithm(
         "Rollouts that branch from others measure the value of each call.", "tree", "ppo"
     ),
+    "gigpo": Algorithm(
+        "Rewards compared inside groups, and what follows a call with what follows the group's "
+        "other calls in the same state.",
+        "gigpo",
+        "ppo",
+    ),
     "on_policy_distill": Algorithm(
         "A teacher's log-probs are the reward of each token of the student.",
         "on_policy_distill",
@@ -556,8 +585,6 @@ NOT_HERE: Mapping[str, str] = {
     "mix": _EXPERT,
     "mix_chord": _EXPERT,
     "jsd": "not in this version; on_policy_distill learns from a teacher with the reverse KL",
-    "gigpo": "it needs environment states, which agents do not provide; multi_step_grpo "
-    "supports rewards of single calls",
     "rec": "not in this version; topr, asymre and opmd are similar",
     "sppo": "not in this version; opmd is similar",
 }

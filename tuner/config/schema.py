@@ -46,6 +46,7 @@ from tuner.config.algorithms import (
     Args,
     EntropyLoss,
     EntropyName,
+    GiGPOAdvantage,
     KLLoss,
     KLName,
     KLPenalty,
@@ -1891,6 +1892,14 @@ class RunConfig(Section):
             top_k=model.top_k if own.top_k is None else own.top_k,
             max_tokens=model.max_response_tokens if own.max_tokens is None else own.max_tokens,
         )
+
+    @property
+    def call_discount(self) -> float | None:
+        """Discount from one call to the next; None: calls are not credited with later rewards."""
+        advantage = self.algorithm.advantage
+        if isinstance(advantage, GiGPOAdvantage):
+            return advantage.gamma
+        return self.tuner.algorithm.turn_discount
 
     @property
     def uses_reference(self) -> bool:

@@ -37,6 +37,8 @@ class Gymnasium(Environment):
     answer that is not an action ends the episode with `no_action` added, and is counted by the
     metric `no_action`; exceptions of the environment are workflow errors.
 
+    The observation is the state of the call that answers it, for `gigpo`.
+
     Each rollout has its own environment; it is used again if the episode ended well.
 
     Args:
@@ -149,10 +151,13 @@ class Gymnasium(Environment):
         reward, metrics = 0.0, {"steps": 0.0, "no_action": 0.0, "terminated": 0.0}
         shown = ""
         for _ in range(self._max_turns):
-            messages.append({"role": "user", "content": self._show(observation)})
+            observed = self._show(observation)
+            messages.append({"role": "user", "content": observed})
             completion = await model.client.chat.completions.create(
                 model=model.model_name, messages=messages
             )
+            for call in model.calls[-1:]:  # none if they are not recorded
+                call.state = str(observed)
             answer = completion.choices[0].message
             messages.append(answer.model_dump(exclude_none=True))
             shown = answer.content or ""

@@ -131,6 +131,9 @@ class OpenEnvEpisode:
                 raise
             self.out_of_room = True
             return
+        if not self._calls_tools:  # whose results are no states
+            for call in model.calls[-1:]:  # none if they are not recorded
+                call.state = observation_text(self.result.observation)
         message = reply.choices[0].message
         self.turns += 1
         self.said = message.content or ""

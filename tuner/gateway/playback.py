@@ -25,7 +25,7 @@ from tuner.gateway.request_error import RequestError, has_diverged
 from tuner.gateway.requests import Answer, Choice, CompletionRequest
 from tuner.gateway.script import RecordedRequest, Script, others
 from tuner.gateway.service import Reply, StreamReply
-from tuner.gateway.sessions import Session
+from tuner.gateway.sessions import Credit, Session
 from tuner.traces import Call, Trace, Usage
 
 _MANY = 2**31 - 1
@@ -273,7 +273,6 @@ class _PlaybackRequest(Completion):
 
     def _told(self) -> Answer:
         """The recorded answer, committed."""
-        said_now = {"reward": None, "gained": None, "excluded": False, "masked": ()}
         again = [
             replace(
                 call,
@@ -281,7 +280,7 @@ class _PlaybackRequest(Completion):
                 started=time.time(),
                 seconds=0.0,
                 replayed=len(call.completion_ids),
-                **cast(Any, said_now),
+                **vars(Credit()),  # the workflow gives it again
             )
             for call in self._calls.values()
         ]

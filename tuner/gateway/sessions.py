@@ -48,6 +48,7 @@ class Credit:
 
     reward: float | None = None
     gained: float | None = None
+    state: str | None = None
     excluded: bool = False
     masked: tuple[tuple[int, int], ...] = ()
 
@@ -85,6 +86,7 @@ class RecordedCall:
 
         model.calls[-1].reward = 0.3      # instead of the rollout's reward
         model.calls[0].exclude()          # recorded, not trained
+        model.calls[-1].state = "room 3"  # where the environment was when it was made
 
     Attributes:
         call: The recorded call.
@@ -135,6 +137,31 @@ class RecordedCall:
     @gained.setter
     def gained(self, value: float | None) -> None:
         self._credits.say(self.id, "gained", self._checked("gain", value))
+
+    @property
+    def state(self) -> str | None:
+        """The state of the environment in which the call was made; None: its prompt is its state.
+
+        `gigpo` compares the calls of a group and a role that were made in equal states. Of a text
+        of more than 64 characters its SHA-256 is kept.
+
+        Raises:
+            TypeError: It is set to something that is not a text.
+            TunerError: It is set after the rollout has ended.
+        """
+        return self._credit.state
+
+    @state.setter
+    def state(self, value: str | None) -> None:
+        if not isinstance(value, str | None):
+            raise TypeError(
+                f"the state of call {self.id} is {value!r:.60}: give a text that is equal for "
+                "equal states, such as the observation"
+            )
+        if value is not None and len(value) > _LONGEST_STATE:
+            value = hashlib.sha256(value.encode("utf-8", "surrogatepass")).hexdigest()
+        self._open()
+        self._credits.say(self.id, "state", value)
 
     def exclude(self) -> None:
         """Keep the call in the trace, but do not train it.
@@ -187,6 +214,8 @@ class RecordedCall:
                 f"({self._credits.session_id}): set rewards and exclusions inside the workflow"
             )
 
+
+_LONGEST_STATE = 64  # characters: those of a SHA-256
 
 # Work in progress of a session, in any task.
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import fmean
 
 import torch
 
-from tuner.config.algorithms import ADVANTAGES, AdvantageName
+from tuner.config.algorithms import ADVANTAGES, AdvantageName, GiGPOAdvantage
 from tuner.runs.estimates import estimate, passes, rewards_by_task
 from tuner.traces import Outcome, TokenTree, Trace
 from tuner.training.batch import Batch, Row
-from tuner.training.scoring import call_returns, row_rewards
+from tuner.training.scoring import call_returns, row_rewards, state_advantages, states
 
 RECOMPUTED = "tokens/recomputed"
 
@@ -111,13 +112,8 @@ def evaluation_metrics(
     return metrics
 
 
-def batch_metrics(batch: Batch, *, compared: bool = True) -> dict[str, float]:
-    """Where the step's tokens went, and how many groups have something to tell.
-
-    Args:
-        batch: What is trained.
-        compared: Whether rewards are compared inside groups.
-    """
+def batch_metrics(batch: Batch, advantage: AdvantageName = "step_wise_grpo") -> dict[str, float]:
+    """Where the step's tokens went, and how many groups and states have something to tell."""
     metrics: dict[str, float] = {"tokens/sampled": batch.sampled_tokens, **tree_metrics(batch.rows)}
     if batch.replayed_tokens:
         metrics["tokens/replayed"] = batch.replayed_tokens
@@ -132,9 +128,9 @@ def batch_metrics(batch: Batch, *, compared: bool = True) -> dict[str, float]:
         # Where only the best rollouts are kept, a group may be one rollout, chosen among several.
         quiet = [len(rewards) > 1 and len(set(rewards)) == 1 for rewards in groups.values()]
         metrics["groups/used"] = len(quiet)
-        if compared:
+        if ADVANTAGES[advantage].needs_group:
             metrics["groups/zero_variance"] = _mean(quiet)
-    return metrics
+    return metrics | (state_metrics(batch) if advantage == "gigpo" else {})
 
 
 def tree_metrics(rows: Sequence[Row]) -> dict[str, float]:
@@ -171,6 +167,33 @@ def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
     return {"staleness/mean": _mean(ages), "staleness/max": max(ages)}
 
 
+def state_metrics(batch: Batch) -> dict[str, float]:
+    """How many states the calls of a step were made in, as `gigpo` tells them apart.
+
+    `states/calls` is the mean number of calls of a state, `states/shared` the share of calls whose
+    state another call was made in too, and `states/shared_later` that of the calls after the first
+    of their rollout, if there are any: first calls often share the prompt, and whole rollouts are
+    compared anyway.
+    """
+    if not batch.rows:
+        return {}
+    state_C = states(batch)
+    count_S = state_C.bincount()
+    shared_C = (count_S > 1)[state_C]
+    rollout_of = {
+        call: row.rollout for call, row in zip(batch.call_N.tolist(), batch.rows, strict=True)
+    }
+    rollouts = [rollout_of[call] for call in range(len(state_C))]
+    later = [before == here for before, here in pairwise([None, *rollouts])]
+    shared_later = shared_C[torch.tensor(later)].tolist()
+    return {
+        "states/count": len(count_S),
+        "states/calls": len(state_C) / len(count_S),
+        "states/shared": _mean(shared_C.tolist()),
+        **({"states/shared_later": _mean(shared_later)} if shared_later else {}),
+    }
+
+
 def has_signal(
     batch: Batch,
     advantage: AdvantageName = "step_wise_grpo",
@@ -181,8 +204,13 @@ def has_signal(
     A teacher has something to say of every token. `reinforce` and `reinforceplusplus` compare all
     rewards of a step, `ppo` with a critic too that remembers those of other steps, so a single
     rollout teaches; of `best_of_group` the batch has only what is worth imitating. With a discount
-    from call to call, what calls lead to counts.
+    from call to call (`RunConfig.call_discount`), what calls lead to counts.
     """
+    if advantage == "gigpo":
+        if not batch.rows:
+            return False
+        args = GiGPOAdvantage(gamma=1.0 if turn_discount is None else turn_discount)
+        return bool((state_advantages(batch, args).abs() > 1e-9).any())
     if advantage in ("best_of_group", "on_policy_distill", "prompt_distill"):
         return bool(batch.rows)
     if advantage == "ppo" and len(batch.rewards_R) == 1:

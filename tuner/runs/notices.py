@@ -74,6 +74,7 @@ LEVELS: Mapping[str, tuple[float, ...]] = {
     "cut off": (0.2, 0.5),
     "unreadable": (0.2, 0.5),
     "equal": (0.75,),
+    "lone states": (0.9,),
     "not offered": (0.05, 0.2, 0.5),
     "failed tools": (0.2, 0.5),
 }
@@ -238,6 +239,30 @@ def equal_groups(traces: Sequence[Trace], signal: SignalHistory) -> Finding | No
     )
 
 
+def lone_states(metrics: Metrics) -> Finding | None:
+    """Calls, except the first of each rollout, whose state `gigpo` compares with no other call.
+
+    Args:
+        metrics: Those of a step, with `tuner.runs.metrics.state_metrics` if states are compared.
+    """
+    if "states/count" not in metrics:
+        return None
+    if "states/shared_later" not in metrics:
+        why = "no rollout has a second call"
+    else:
+        why = (
+            f"{1 - metrics['states/shared_later']:.0%} of the calls after the first of their "
+            "rollout were made in a state that no other call of their group was made in"
+        )
+    return Finding(
+        "lone states",
+        1 - metrics.get("states/shared_later", 0.0),
+        f"{why}: gigpo then learns little that multi_step_grpo does not; name the states of calls "
+        "(docs/algorithms.md#states-of-calls), raise algorithm.repeat_times, or set "
+        "algorithm.algorithm_type to multi_step_grpo",
+    )
+
+
 def _groups(traces: Sequence[Trace]) -> list[list[float]]:
     """Rewards of each group with at least two, unless calls have their own rewards."""
     groups: dict[tuple[int, int], list[Trace]] = defaultdict(list)
@@ -268,12 +293,20 @@ class Notices:
         self._reached: dict[str, int] = {}
         self._figures_said = False
 
-    def of(self, step: int, traces: Sequence[Trace], signal: SignalHistory) -> list[str]:
-        """Messages that are due after a step, whose metrics `signal` includes."""
+    def of(
+        self,
+        step: int,
+        traces: Sequence[Trace],
+        signal: SignalHistory,
+        metrics: Metrics | None = None,
+    ) -> list[str]:
+        """Messages that are due after a step, whose `metrics` `signal` includes."""
         found_now = [*call_findings(traces, self._settings), *tool_findings(traces)]
         findings = {one.kind: one for one in found_now}
         if self._compared and (equal := equal_groups(traces, signal)) is not None:
             findings[equal.kind] = equal
+        if (lone := lone_states(metrics or {})) is not None:
+            findings[lone.kind] = lone
         due = [] if self._figures_said else [f"step {step}: {line}" for line in figures(traces)]
         self._figures_said = self._figures_said or bool(due)
         for kind, levels in LEVELS.items():

@@ -406,10 +406,9 @@ class RolloutSource(Source):
             unfinished=collected.unfinished,
             teacher_prompt=self._teacher_prompt,
         )
-        compared = self._advantage.needs_group
-        metrics = {**rollout_metrics(traces), **batch_metrics(batch, compared=compared)}
-        discount = config.tuner.algorithm.turn_discount
-        metrics["signal"] = float(has_signal(batch, config.algorithm.advantage_fn, discount))
+        name = config.algorithm.advantage_fn
+        metrics = {**rollout_metrics(traces), **batch_metrics(batch, name)}
+        metrics["signal"] = float(has_signal(batch, name, config.call_discount))
         self._reasons = untrained(metrics)
         data = StepData(batch, metrics, traces, recorded=collected.recorded)
         cost = int(metrics.get(RECOMPUTED, 0))
@@ -425,7 +424,8 @@ class RolloutSource(Source):
             metrics |= metrics_by_field(traces, selector.field)
         if not data.replayed:
             self._say_advice()
-            for notice in self._notices.of(step, traces, record.signal.after(metrics)):
+            signal = record.signal.after(metrics)
+            for notice in self._notices.of(step, traces, signal, metrics):
                 record.console.say(notice)
         if config.mode == "explore":
             data = replace(data, batch=(batch := _explored(batch)))
@@ -570,8 +570,7 @@ class TraceSource(Source):
         config = self._config
         self._record.console.begin(f"step {step}", config.buffer.batch_size, step=step, of="groups")
         batch = off_policy_batch(config, self._groups, self._teacher_prompt, step=step)
-        compared = ADVANTAGES[config.algorithm.advantage_fn].needs_group
-        metrics = batch_metrics(batch, compared=compared)
+        metrics = batch_metrics(batch, config.algorithm.advantage_fn)
         metrics["history/reward"] = float(batch.rewards_R.mean()) if batch.ids else 0.0
         return StepData(batch, _with_left_out(metrics, self._tokens if step == 1 else {}))
 

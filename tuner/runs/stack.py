@@ -104,7 +104,7 @@ def selection(config: RunConfig) -> Selection:
         success_rate=(extras.success_rate_lb, extras.success_rate_ub),
         varied_only=varied if extras.dynamic_sampling is None else extras.dynamic_sampling,
         best_only=algorithm.advantage_fn == "best_of_group",
-        lone_rewards=not advantage.needs_group or extras.turn_discount is not None,
+        lone_rewards=not advantage.needs_group or config.call_discount is not None,
         scale=extras.reward_scale,
         bias=extras.reward_bias,
         overlong=overlong,
@@ -115,8 +115,7 @@ def selection(config: RunConfig) -> Selection:
 
 def adds_up(config: RunConfig) -> bool:
     """Whether calls are credited with later rewards, so rewards count where they occur."""
-    discounts = config.tuner.algorithm.turn_discount is not None
-    return discounts or config.algorithm.advantage_fn == "ppo"
+    return config.call_discount is not None or config.algorithm.advantage_fn == "ppo"
 
 
 _log = logging.getLogger(__name__)

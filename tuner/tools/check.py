@@ -92,9 +92,8 @@ async def _check(run: RunPlan) -> Verdict:
             forward = _forward_seconds(build_trainer(config, stack, total_steps=1), batch)
         settings = CallSettings.of(config, stack.engine.capabilities.max_model_len)
         reasons = "" if config.mode == "explore" else untrained(batch_metrics(batch))
-        discount = config.tuner.algorithm.turn_discount
         silent = config.mode != "explore" and not has_signal(
-            batch, config.algorithm.advantage_fn, discount
+            batch, config.algorithm.advantage_fn, config.call_discount
         )
         words = list(_last_words(final, reasons, settings, silent=silent))
         sections = [

@@ -64,6 +64,8 @@ class Call:
         gained: The reward gained at the end of the call, for algorithms that sum up the returns of
             calls (`turn_discount`, ppo). If a call of the rollout has it, they sum up only these,
             and neither `reward` nor the rollout's reward.
+        state: The state of the environment in which the call was made, for `gigpo`; None: its
+            prompt is its state.
         excluded: Whether the workflow excluded the call from training.
         masked: Stretches [from, to) of `completion_ids` that the workflow excluded from training,
             in order.
@@ -109,6 +111,7 @@ class Call:
     role: str | None = None
     reward: float | None = None
     gained: float | None = None
+    state: str | None = None
     excluded: bool = False
     masked: tuple[tuple[Count, Count], ...] = ()
     undelivered: bool = False

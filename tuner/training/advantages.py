@@ -26,6 +26,7 @@ from tuner.config.algorithms import (
     AsymREAdvantage,
     BestOfGroupAdvantage,
     DistillAdvantage,
+    GiGPOAdvantage,
     GRPOAdvantage,
     OPMDAdvantage,
     PPOAdvantage,
@@ -170,6 +171,46 @@ def shifted_mean(
     """
     sets = _sets(rewards_C, rollout_C, set_C)
     return rewards_C - (sets.mean_S[set_C] + args.baseline_shift)
+
+
+def group_in_group(
+    returns_C: Tensor,
+    state_C: Tensor,
+    rollout_C: Tensor,
+    episodes_R: Tensor,
+    group_R: Tensor,
+    args: GiGPOAdvantage = GiGPOAdvantage(),
+) -> Tensor:
+    """`A_c = norm(R of its rollout, in its group) + omega * norm(G_c, in its state)`, shape [C].
+
+    `norm(x) = (x - mean) / (std + epsilon)` with `fnorm: std`, `(x - mean) / (1 + epsilon)` with
+    `none`. In a state every call counts once, also several of one rollout; a call that is alone in
+    its state gets 0 there.
+
+    Source: GiGPO (arXiv 2505.10978) eq. 3, 6 to 8; unbiased standard deviation and epsilon as
+    Trinity-RFT's `gigpo` computes it.
+
+    Args:
+        returns_C: Discounted sum of what each call and those after it gained, G.
+        state_C: Index (0 ..) of the state of each call, of one group only.
+        rollout_C: Index of each call's rollout.
+        episodes_R: What each rollout gained in all, R.
+        group_R: Index of each rollout's group.
+    """
+    episode_R = _standardized(episodes_R, group_R, args)
+    return episode_R[rollout_C] + args.omega * _standardized(returns_C, state_C, args)
+
+
+def _standardized(values_V: Tensor, set_V: Tensor, args: GiGPOAdvantage) -> Tensor:
+    """Each value minus the mean of its set, divided by the set's spread; shape [V]."""
+    zeros_S = values_V.new_zeros(int(set_V.max()) + 1)
+    count_S = zeros_S.index_add(0, set_V, torch.ones_like(values_V)).clamp(min=1)
+    centered_V = values_V - (zeros_S.index_add(0, set_V, values_V) / count_S)[set_V]
+    spread_S = torch.ones_like(zeros_S)
+    if args.fnorm == "std":
+        squares_S = zeros_S.index_add(0, set_V, centered_V**2)
+        spread_S = (squares_S / (count_S - 1).clamp(min=1)).sqrt()
+    return centered_V / (spread_S[set_V] + args.epsilon)
 
 
 def whitened_returns(

@@ -142,6 +142,7 @@ class Row:
             rollout's reward (`Call.gained`); else None.
         kept: Tokens kept by cuts where each completion token was sampled, as in `Call.kept`.
         begun: Number of tokens at the end of `prompt_ids` that the call itself sampled.
+        state: The call's role and state (`Call.state`), or None: then its prompt is its state.
         peers: Set of the rows of its group with rewards of their own and the same role, which its
             reward is compared with; None if it has no reward of its own.
         logprobs: Log-probs that the completion was sampled with; empty if it was not sampled.
@@ -162,6 +163,7 @@ class Row:
     peers: int | None = None
     versions: tuple[int, ...] = ()
     gained: float | None = None
+    state: tuple[str | None, str] | None = None
     kept: tuple[str, ...] = ()
     begun: int = 0
     teacher_prompt_ids: tuple[int, ...] = ()
@@ -421,6 +423,7 @@ def build_batch(
                     peers=None if reward is None else peers[group, call.role],
                     versions=call.versions[start:stop],
                     gained=gained if told else None,
+                    state=None if call.state is None else (call.role, call.state),
                     kept=call.kept[start:stop],
                     begun=start,
                     teacher_prompt_ids=taught and taught + call.completion_ids[:start],

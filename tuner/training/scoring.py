@@ -5,12 +5,16 @@ leaf ends the episode and gets the rollout's reward; a call with its own reward 
 its end. So the last calls of a sub-agent and of the main agent both get the rollout's reward. If
 the workflow set the gain of each call (`Row.gained`), only that counts. Rows of a call that a mask
 cut are one call.
+
+`gigpo` is for agents that may be shown nothing but the current observation, so that no prompt
+continues another: there the calls of a rollout follow each other in the order of their commitment.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,6 +25,7 @@ from tuner.config import RunConfig
 from tuner.config.algorithms import (
     AdvantageArgs,
     DistillAdvantage,
+    GiGPOAdvantage,
     PPOAdvantage,
     ReinforcePlusPlusAdvantage,
     TreeAdvantage,
@@ -34,6 +39,7 @@ from tuner.training.advantages import (
     compared,
     distilled,
     gae,
+    group_in_group,
     quiet,
     turn_returns,
     whitened,
@@ -138,12 +144,22 @@ def call_returns(
     Returns:
         One for each row, shape [N], float64.
     """
-    after = _successors(batch)
+    return _returns(batch, _successors(batch), discount, penalties)[1]
+
+
+def _returns(
+    batch: Batch,
+    after: Sequence[Sequence[int]],
+    discount: float,
+    penalties: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Gain and return of each row if the rows `after` it follow it, [N] each, float64."""
     gained_N = _gained(batch, after)
     if penalties is not None:
         gained_N = gained_N - torch.stack([charge_T.sum() for charge_T in penalties])
     within_N = _continued(batch, after)
-    return turn_returns(gained_N, after, [1.0 if within else discount for within in within_N])
+    discounts = [1.0 if within else discount for within in within_N]
+    return gained_N, turn_returns(gained_N, after, discounts)
 
 
 def critic_advantages(
@@ -210,7 +226,8 @@ def row_advantages(
     reward that covers its token: a rollout's reward covers the calls without rewards of their own.
     `reinforceplusplus` subtracts it token by token.
 
-    With `turn_discount`, the returns of calls (`call_returns`) are compared inside the group.
+    With `turn_discount`, the returns of calls (`call_returns`) are compared inside the group;
+    `gigpo` compares them inside states as well.
 
     Args:
         ref_logp: The reference's log-probs, one tensor for each row; for the KL penalty.
@@ -243,7 +260,10 @@ def row_advantages(
     penalties = kl_penalties(batch, config.algorithm, ref_logp)
     if isinstance(args, ReinforcePlusPlusAdvantage):
         return whitened_returns(row_rewards(batch), _lengths(batch), args, penalties=penalties)
-    advantages_N = _compared(batch, config, penalties)
+    if isinstance(args, GiGPOAdvantage):
+        advantages_N = state_advantages(batch, args, penalties)
+    else:
+        advantages_N = _compared(batch, config, penalties)
     return tuple(
         advantage.expand(length)
         for advantage, length in zip(advantages_N, _lengths(batch), strict=True)
@@ -273,6 +293,40 @@ def _of_tree(batch: Batch, args: TreeAdvantage) -> tuple[Tensor, ...]:
     )
     both = zip(found.advantages, found.weights, strict=True)
     return tuple(torch.from_numpy(advantages * weights) for advantages, weights in both)
+
+
+def state_advantages(
+    batch: Batch, args: GiGPOAdvantage, penalties: Sequence[Tensor] | None = None
+) -> Tensor:
+    """GiGPO's advantage of each row, shape [N], float64."""
+    rollouts = [row.rollout for row in batch.rows]
+    rollout_N = torch.tensor(rollouts, dtype=torch.long)
+    last = [here != then for here, then in pairwise([*rollouts, None])]
+    after = [() if end else (row + 1,) for row, end in enumerate(last)]
+    gained_N, returns_N = _returns(batch, after, args.gamma, penalties)
+    episodes_R = gained_N.new_zeros(len(batch.ids)).index_add(0, rollout_N, gained_N)
+    # A rollout whose tokens are all too old still counts in the baseline of the others.
+    is_silent_R = torch.ones(len(batch.ids), dtype=torch.bool).index_fill(0, rollout_N, False)
+    episodes_R = torch.where(is_silent_R, batch.rewards_R, episodes_R)
+    first_C, call_N = _calls(batch, torch.ones(len(batch.rows), dtype=torch.bool))
+    advantages_C = group_in_group(
+        returns_N[first_C], states(batch), rollout_N[first_C], episodes_R, batch.group_R, args
+    )
+    return advantages_C[call_N]
+
+
+def states(batch: Batch) -> Tensor:
+    """Index of each call's state, shape [C]: calls of a group share one if the workflow named the
+    same and their roles are equal, or if it named none and their prompts are equal."""
+    first: dict[int, Row] = {}
+    for call, row in zip(batch.call_N.tolist(), batch.rows, strict=True):
+        first.setdefault(call, row)
+    groups, found = batch.group_R.tolist(), dict[Any, int]()
+    keys = (
+        (groups[row.rollout], row.state or row.prompt_ids[: len(row.prompt_ids) - row.begun])
+        for row in first.values()
+    )
+    return torch.tensor([found.setdefault(key, len(found)) for key in keys], dtype=torch.long)
 
 
 def _lengths(batch: Batch) -> list[int]:

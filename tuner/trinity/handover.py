@@ -116,6 +116,13 @@ def resolve(layers: Layers) -> TrinitySettings:
     layers.problems.extend(refused(tree))
     mode = mode_of(tree)
     layers.problems.extend(mode_problems(tree, mode))
+    asked = tuner.trinity.model_dump(exclude_unset=True) if tuner is not None else {}
+    if asked.get("experiences") == "merged" and _compares_states(tree):
+        text = (
+            "tuner.trinity.experiences is merged, but gigpo has an advantage for each call: remove "
+            "it, or set it to calls"
+        )
+        layers.problems.append(Problem("tuner.trinity.experiences", text))
     layers.raise_problems()
     assert tuner is not None
     warn_of_truncated_sampling(tree)
@@ -186,6 +193,12 @@ def _positions(model_path: str) -> int | None:
         return None
 
 
+def _compares_states(tree: Mapping[str, Any]) -> bool:
+    """Whether Trinity-RFT reads the states of calls and what each of them gained."""
+    name = lookup(tree, "algorithm.advantage_fn") or lookup(tree, "algorithm.algorithm_type")
+    return bool(name == "gigpo")
+
+
 def _rollout(tree: Mapping[str, Any], tuner: TunerSection) -> dict[str, Any]:
     """Settings for a worker, as plain data."""
     failure, ours = tuner.on_failure, RunConfig().explorer
@@ -201,7 +214,8 @@ def _rollout(tree: Mapping[str, Any], tuner: TunerSection) -> dict[str, Any]:
         "max_calls": tuner.max_calls,
         "max_tokens": tuner.max_tokens,
         "reasoning": tuner.reasoning,
-        "experiences": tuner.trinity.experiences,
+        "experiences": "calls" if _compares_states(tree) else tuner.trinity.experiences,
+        "states": _compares_states(tree),
         "tool_call_parser": of_explorer("rollout_model.tool_call_parser"),
         "reasoning_parser": of_explorer("rollout_model.reasoning_parser"),
         "auxiliary_models": {

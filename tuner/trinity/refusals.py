@@ -93,8 +93,6 @@ ALGORITHMS_WITHOUT_TINKER: Mapping[str, str] = {
 
 _NO_TEACHER = "it needs the log-probs of a teacher, which are not recorded on this backend"
 ALGORITHMS_REFUSED: Mapping[str, str] = {
-    "gigpo": "it needs environment states, which agents do not provide; multi_step_grpo is "
-    "for agents",
     "jsd": _NO_TEACHER,
     "on_policy_distill": f"{_NO_TEACHER}; set tuner.backend to local",
     "prompt_distill": "Trinity-RFT does not have this algorithm; set tuner.backend to local",

@@ -9,6 +9,7 @@ next one begins. What comes back are experiences made of the recorded token ids.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -164,7 +165,8 @@ class TunerWorkflow(Workflow):  # type: ignore[misc]  # untyped
 
     def _trained(self, trace: Trace, reward: float) -> list[Experience]:
         calls = [call for call in trace.calls if unreplayed(call) is None]
-        if any(call.reward is not None for call in calls) and not self._settings["call_rewards"]:
+        used = self._settings["call_rewards"] or self._settings["states"]
+        if any(call.reward is not None for call in calls) and not used:
             error = FunctionError(
                 "calls have rewards of their own, which this algorithm of Trinity-RFT does not "
                 "compare: set algorithm.algorithm_type to multi_step_grpo, give the rollout one "
@@ -177,6 +179,8 @@ class TunerWorkflow(Workflow):  # type: ignore[misc]  # untyped
             _experience(trace, sequence, step, reward=reward)
             for step, sequence in enumerate(make(calls))
         ]
+        if self._settings["states"]:
+            _add_states(found, trace, reward)
         if found:
             found[0].metrics = _metrics(trace, reward)
         return found
@@ -206,6 +210,23 @@ def _experience(
             "call_rewards": list(_call_rewards(sequence)),
         },
     )
+
+
+def _add_states(experiences: Sequence[Experience], trace: Trace, reward: float) -> None:
+    """Give each experience of a rollout, which is one call, what Trinity-RFT's `gigpo` reads: its
+    state, told apart from those of other tasks and roles, and what it gained."""
+    calls = {call.id: call for call in trace.calls}
+    told = any(call.gained is not None for call in trace.calls)
+    for place, experience in enumerate(experiences):
+        (call,) = (calls[id] for id in experience.info["calls"])
+        last = place == len(experiences) - 1
+        gained = call.gained if told else (call.reward or 0.0) + (reward if last else 0.0)
+        named = call.prompt_ids if call.state is None else (call.role, call.state)
+        state = repr((trace.id.step, trace.id.task, named))
+        experience.info["env_state_hash"] = hashlib.sha256(
+            state.encode("utf-8", "surrogatepass")
+        ).hexdigest()
+        experience.info["step_reward"] = gained or 0.0
 
 
 def _call_rewards(sequence: TrainedSequence) -> Iterator[tuple[int, int, float, str | None]]:

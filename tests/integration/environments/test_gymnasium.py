@@ -96,6 +96,7 @@ def test_an_episode_is_a_conversation_and_its_reward_the_sum(train):
         contents = [message["content"] for message in trace.calls[-1].messages]
         assert contents[0] == f"hello {trace.task['seed']} None"
         assert contents[2] == "go on"
+        assert [call.state for call in trace.calls] == [contents[0], contents[2]]
         answers = [contents[1], trace.response]
         assert trace.reward == sum(len(text) % 5 for text in answers)
         assert (trace.metrics["steps"], trace.metrics["terminated"]) == (2, 1)

@@ -173,7 +173,7 @@ async def model_saying(*texts):
 async def output_of(environment, task, *texts):
     async with model_saying(*texts) as model:
         output = await environment.workflow(task, model)
-        return output, [one.call for one in model.calls]
+        return output, [*model.session.calls]
 
 
 def trained_on(environment, tmp_path, *more, rows=4):
@@ -222,6 +222,7 @@ async def test_an_answer_is_an_action_and_an_observation_the_next_message(letter
         ("user", "no"),
     ]
     assert calls[-1].reused_ids  # goes on from the tokens that were sampled
+    assert [call.state for call in calls] == ["Hello!", "no", "no"]
 
 
 @pytest.mark.parametrize(("reward", "expected"), [("sum", 1.5), ("last", 1.0)])

@@ -98,6 +98,12 @@ def test_the_repositorys_file_passes_trinitys_check(trinity):
         ("algorithm.algorithm_type=gspo", "algorithm.loss_agg_mode", "seq-mean-token-mean"),
         ("algorithm.algorithm_type=multi_step_grpo", "algorithm.advantage_fn", CALL_REWARDS),
         ("algorithm.advantage_fn=grpo", "algorithm.advantage_fn", "grpo"),
+        *(("algorithm.algorithm_type=gigpo", f"buffer.explorer_input.tasksets.0.{key}", expected)
+          for key, expected in (
+              ("workflow_args.tuner.states", True),
+              ("workflow_args.tuner.experiences", "calls"),
+              ("repeat_times", 8),
+          )),
         ("explorer.rollout_model.extra_engine_args={max_num_seqs: 4}",
          "explorer.rollout_model.extra_engine_args", {"max_num_seqs": 4, **ENGINE_ARGS}),
     ],
@@ -222,7 +228,6 @@ def test_evaluations_are_greedy_unless_said_otherwise(trinity, tmp_path):
         ("explorer.rollout_model.ignore_eos=true", "ends answers at their end"),
         ("explorer.rollout_model.extra_engine_args.structured_outputs_config={backend: auto}",
          "which is set here"),
-        ("algorithm.algorithm_type=gigpo", "environment states"),
         ("mode=both3", "Trinity-RFT has both, colocate"),
         ("tuner.deterministic=true", "only the local backend does this"),
         ("buffer.explorer_input.taskset={rollout_args: {temperature: 0.5}}",
@@ -234,6 +239,15 @@ def test_what_cannot_be_done_there_is_refused_by_name(override, text):
     message = refusal(override)
     assert text in message
     assert override.split("=")[0].split(".")[-1] in message
+
+
+def test_calls_whose_states_are_compared_are_not_merged():
+    merged = "tuner.trinity.experiences=merged"
+    assert "tuner.trinity.experiences is merged, but gigpo" in refusal(
+        "algorithm.algorithm_type=gigpo", merged
+    )
+    for other in ("algorithm.algorithm_type=grpo", "algorithm.advantage_fn=grpo"):
+        resolve(read_layers(None, None, [other, merged], backend="trinity"))
 
 
 def test_all_problems_are_reported_together_with_where_they_are(tmp_path):

@@ -7,10 +7,12 @@ model's log-probs are computed here, as its trainers do, from the experiences' t
 import copy
 import dataclasses
 import functools
+import itertools
 import random
 
 import pytest
 import torch
+from trinity.algorithm.advantage_fn.gigpo_advantage import GiGPOAdvantageFn
 from trinity.algorithm.advantage_fn.multi_step_grpo_advantage import StepWiseGRPOAdvantageFn
 from trinity.algorithm.policy_loss_fn.ppo_policy_loss import PPOPolicyLossFn
 
@@ -18,12 +20,13 @@ from tests.kit.builders import call, trace
 from tests.training.configured import training
 from tests.training.exact import all_float64
 from tests.training.test_trainer import VOCABULARY, gradient_of, tiny_model
-from tuner.config.algorithms import GRPOAdvantage, KLLoss
-from tuner.training.batch import unreplayed
+from tuner.config.algorithms import GiGPOAdvantage, GRPOAdvantage, KLLoss
+from tuner.runs.metrics import state_metrics
+from tuner.training.batch import Selection, build_batch, unreplayed
 from tuner.training.trainer import PolicyTrainer
 from tuner.trinity.experience import merged, one_per_call
 from tuner.trinity.plugins import CallRewards
-from tuner.trinity.workflow import _experience
+from tuner.trinity.workflow import _add_states, _experience
 
 TURNS = 6
 
@@ -138,6 +141,44 @@ def test_rewards_exclusions_and_masks_of_single_calls_give_our_own_gradient(std_
         if std_threshold is not None:  # Trinity-RFT's mean is over what the threshold leaves
             theirs *= ours.norm() / theirs.norm()
         assert (theirs - ours).norm() / ours.norm() < 1e-5
+
+
+@pytest.mark.parametrize("fnorm", ["none", "std"])
+@pytest.mark.parametrize("gamma", [1.0, 0.5])
+def test_gigpo_is_trinitys_own_function(gamma, fnorm):
+    args = {"omega": 0.7, "gamma": gamma, "fnorm": fnorm, "epsilon": 1e-3}
+    for seed in range(30):
+        traces = with_states(seed)
+        settings = training(total_steps=1, advantage="gigpo", advantage_args=GiGPOAdvantage(**args))
+        batch = build_batch(traces, selection=Selection(lone_rewards=True))
+        trainer = PolicyTrainer(tiny_model(), settings)
+        values = trainer.compute_advantages(batch).advantages_N.tolist()
+        ours = {row.call_id: value for row, value in zip(batch.rows, values, strict=True)}
+        experiences = experiences_of(traces, one_per_call)
+        for one in traces:
+            own = [e for e in experiences if e.info["rollout"] == str(one.id)]
+            _add_states(own, one, one.reward)
+        found, metrics = GiGPOAdvantageFn(**args).process(experiences)
+        theirs = {e.info["calls"][0]: float(e.advantages[e.action_mask][0]) for e in found}
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+        assert state_metrics(batch)["states/count"] == metrics["gigpo/anchor_groups_total"]
+
+
+def with_states(seed):
+    """Two tasks whose rollouts visit few states, named or not, in one role or another."""
+    rng = random.Random(seed)
+    traces = []
+    for task, rollout in itertools.product(range(2), range(3)):
+        said = rng.choice([None, "reward", "gained"])
+        calls = []
+        for turn in range(rng.randint(1, 5)):
+            fields = {"role": rng.choice([None, "other"]), "state": rng.choice([None, "a", "b"])}
+            if said is not None and rng.random() < 0.6:
+                fields[said] = rng.random()
+            one = call(f"{task}{rollout}{turn}", [rng.randint(1, 3)], [1, 2], [-1.0, -1.0])
+            calls.append(dataclasses.replace(one, **fields))
+        traces.append(trace(task, rollout, calls, reward=rng.random()))
+    return traces
 
 
 def test_without_rewards_of_calls_trinitys_own_function_is_what_it_was():

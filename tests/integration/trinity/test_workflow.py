@@ -38,6 +38,7 @@ SETTINGS = {
     "max_tokens": None,
     "reasoning": "keep",
     "experiences": "merged",
+    "states": False,
     "tool_call_parser": "hermes",
     "reasoning_parser": "deepseek_r1",
     "auxiliary_models": {},
@@ -485,6 +486,26 @@ async def test_roles_rewards_and_exclusions_of_calls_reach_the_experiences(tmp_p
         assert (start, stop) == (0, len(planner.action_mask))
         assert (reward, role) == (0.25, "planner")
         assert solver.info["call_rewards"] == []
+
+
+async def test_states_and_gains_of_calls_reach_the_experiences(tmp_path):
+    async def wanders(task, model):
+        for place in ("here", "there", "here"):
+            await talk(task, model, turns=1)
+            model.calls[-1].state = place
+        model.calls[0].reward = 0.25
+        return WorkflowOutput(reward=1.0)
+
+    async with opened(tmp_path) as bench:
+        status, experiences = await bench.run(
+            wanders, experiences="calls", call_rewards=False, states=True
+        )
+    assert status.ok, status.message
+    rollouts = len(experiences) // 3
+    assert [e.info["step_reward"] for e in experiences] == [0.25, 0.0, 1.0] * rollouts
+    states = [e.info["env_state_hash"] for e in experiences]
+    assert states == states[:3] * rollouts  # the same in all rollouts
+    assert states[0] == states[2] != states[1]
 
 
 async def test_rewards_of_calls_stop_a_run_whose_algorithm_does_not_compare_them(tmp_path):

@@ -222,11 +222,11 @@ class JudgedSource:
             ),
             [self._store.trace(one.id) for one in stale],
         )
-        advantage, discount = config.algorithm.advantage_fn, config.tuner.algorithm.turn_discount
+        advantage, discount = config.algorithm.advantage_fn, config.call_discount
         sessions = [*(one for _, one in members), *stale]
         metrics = {
             **rollout_metrics(traces),
-            **batch_metrics(batch, compared=self._compared),
+            **batch_metrics(batch, advantage),
             **staleness_metrics(batch, version),
             "signal": float(has_signal(batch, advantage, discount)),
             "sessions/taken": len(sessions),
