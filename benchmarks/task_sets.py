@@ -22,6 +22,7 @@ from statistics import fmean
 import torch
 import torch.nn.functional as F
 from _report import Row, report
+from textarena.envs.registration import ENV_REGISTRY
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -30,7 +31,7 @@ from tuner.environments import Environment, ReasoningGym, TextArena
 from tuner.environments.textarena_games import Game
 
 START = Path(__file__).parents[1] / "models" / "tiny_math"
-UPDATES, EACH = 160, 16
+UPDATES = 320
 PILES = [2, 3]
 SUMS = {"min_terms": 2, "max_terms": 2, "max_digits": 1}
 # Name, environment, steps, and the least held-out reward wanted after training.
@@ -50,25 +51,26 @@ CASES: tuple[tuple[str, Callable[[], Environment], int, float], ...] = (
 )
 
 
-def example(draw: random.Random) -> tuple[str, str]:
-    """A prompt of one of the two, and an answer in its form."""
-    if draw.random() < 0.5:
-        a, b, sign = draw.randrange(10), draw.randrange(10), draw.choice("+-")
-        question = f"State the final answer to the following arithmetic problem: {a} {sign} {b} ="
-        if draw.random() < 0.6:
-            return question, f"<answer>{draw.randrange(-9, 19)}</answer>"
-        right = a + b if sign == "+" else a - b
-        return question, f"{a} {sign} {b} = {right}\n<answer>{right}</answer>"
-    game: Game = TextArena(
-        "Nim-v0-train", make_args={"piles": PILES}, train_tasks=0, eval_tasks=0
-    )._game(2, 0)
+def sum_example(draw: random.Random) -> tuple[str, str]:
+    """A question, and a guess or a worked answer."""
+    a, b, sign = draw.randrange(10), draw.randrange(10), draw.choice("+-")
+    question = f"State the final answer to the following arithmetic problem: {a} {sign} {b} ="
+    if draw.random() < 0.6:
+        return question, f"<answer>{draw.randrange(-9, 19)}</answer>"
+    right = a + b if sign == "+" else a - b
+    return question, f"{a} {sign} {b} = {right}\n<answer>{right}</answer>"
+
+
+def nim_example(draw: random.Random) -> tuple[str, str]:
+    """What is seen in the middle of a game, and a move at random."""
+    game = Game("Nim-v0-train", ENV_REGISTRY["Nim-v0-train"], {"piles": PILES}, 2, seed=0)
     left = list(PILES)
     while True:
-        pile = draw.choice([n for n in range(len(left)) if left[n]])
+        pile = draw.choice([number for number, count in enumerate(left) if count])
         count = draw.randint(1, left[pile])
-        if draw.random() < 0.4 or sum(left) - count == 0:
-            return game.observation, f"{pile} {count}"
         left[pile] -= count
+        if draw.random() < 0.4 or not any(left):
+            return game.observation, f"{pile} {count}"
         game.step(f"{pile} {count}")
 
 
@@ -77,30 +79,38 @@ def teach(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(START)
     model = AutoModelForCausalLM.from_pretrained(START)
     draw = random.Random(0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda update: min(1.0, 2 * (1 - update / UPDATES))
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    optimizers = (
+        torch.optim.Muon(matrices, lr=0.01, weight_decay=0.0),
+        torch.optim.AdamW(others, lr=2e-3, weight_decay=0.0),
     )
-    for _ in range(UPDATES):
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(one, lambda update: min(1.0, 2 * (1 - update / UPDATES)))
+        for one in optimizers
+    ]
+    for update in range(UPDATES):
+        made, count = (nim_example, 8) if update % 4 == 0 else (sum_example, 40)
         rows = []
-        for _ in range(EACH):
-            prompt, answer = example(draw)
+        for prompt, answer in (made(draw) for _ in range(count)):
             asked = tokenizer.apply_chat_template(
                 [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
             )
-            ids = [tokenizer(text)["input_ids"] for text in (asked, answer + "<|im_end|>")]
-            rows.append((torch.tensor(ids[0] + ids[1]), len(ids[0])))
-        ids = pad_sequence([row for row, _ in rows], True)
-        labels = pad_sequence([row for row, _ in rows], True, -100.0)
-        for label, (_, prompt_length) in zip(labels, rows, strict=True):
-            label[:prompt_length] = -100
+            before = tokenizer(asked)["input_ids"]
+            ids = before + tokenizer(answer + "<|im_end|>")["input_ids"]
+            rows.append((torch.tensor(ids), torch.tensor([-100] * len(before) + ids[len(before) :])))
+        ids, labels = (
+            pad_sequence(list(side), True, value)
+            for side, value in zip(zip(*rows, strict=True), (0.0, -100.0), strict=True)
+        )
         logits = model(input_ids=ids).logits[:, :-1]
         loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
     print(f"taught, loss {loss.item():.3f}", flush=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -90,7 +90,8 @@ class TextArena(Environment):
         self._system_prompt = system_prompt
         # With the specification for another process, where the game may not be registered.
         self._game = partial(Game, id, ENV_REGISTRY[id], dict(make_args or {}))
-        self._id, self._players = id, self._number_of_players()
+        self._id = id
+        self._players = self._number_of_players()
         self.train_dataset, self.eval_dataset = seed_rows(train_tasks, eval_tasks)
         if self._players == 2:
             for rows in (self.train_dataset, self.eval_dataset):

@@ -64,8 +64,8 @@ def test_no_question_is_in_both_splits(terms, seed, train, held_out):
     sizes = {"seed": seed, "train_tasks": train, "eval_tasks": held_out}
     try:
         environment = ReasoningGym("chain_sum", config=config, **sizes)
-    except ConfigError as error:
-        assert "lower eval_tasks" in str(error)
+    except ConfigError:  # all questions are in the evaluation set
+        assert (terms, train) <= (1, 60)
         return
     asked = {row["question"] for row in environment.eval_dataset}
     assert len(environment.eval_dataset) == held_out
