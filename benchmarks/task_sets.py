@@ -45,8 +45,8 @@ CASES: tuple[tuple[str, Callable[[], Environment], int, float], ...] = (
     (
         "textarena:Nim-v0-train, against the start",
         lambda: TextArena("Nim-v0-train", system_prompt=None, make_args={"piles": PILES}),
-        16,
-        0.6,
+        24,
+        0.5,
     ),
 )
 
@@ -98,7 +98,9 @@ def teach(folder: Path) -> None:
             )
             before = tokenizer(asked)["input_ids"]
             ids = before + tokenizer(answer + "<|im_end|>")["input_ids"]
-            rows.append((torch.tensor(ids), torch.tensor([-100] * len(before) + ids[len(before) :])))
+            rows.append(
+                (torch.tensor(ids), torch.tensor([-100] * len(before) + ids[len(before) :]))
+            )
         ids, labels = (
             pad_sequence(list(side), True, value)
             for side, value in zip(zip(*rows, strict=True), (0.0, -100.0), strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from typing import Any
@@ -21,7 +21,7 @@ from tuner.tasks.functions import (
 )
 from tuner.tasks.loading import function_of
 
-logger = logging.getLogger("tuner.rollout")
+_log = logging.getLogger("tuner.rollout")
 
 
 class ReasoningGym(Environment):
@@ -29,18 +29,16 @@ class ReasoningGym(Environment):
 
     A row has `question`, `answer`, the set's own `difficulty`, with `levels` a `level`, and `seed`
     and `index`, from which its entry is made again. Training has no question of the evaluation.
-    The set scores answers, in a separate process with a time limit, because several sets evaluate
-    an answer as Python. A reply without an answer is scored as such, and counted (`no_answer`).
+    The set scores the text in the last `<answer>` tags, in a separate process with a time limit,
+    because several sets evaluate it as Python. Replies without tags are counted by `no_answer`.
 
     Args:
-        name: Name of the set, such as "chain_sum"; "composite" takes the sets in `config`.
+        name: Name of the set, such as "chain_sum".
         config: Fields of the set's configuration, without `seed` and `size`.
         levels: Levels of the set's curriculum, with equal shares of the tasks. None: `config` only.
         agent: A workflow that answers `task["question"]`, or its name. None: one call.
-        extract: Reads the answer from a reply, or None; or its name. None: reasoning_gym's own,
-            the text in the last `<answer>` tags.
-        system_prompt: The name of one of reasoning_gym's (`default`, `simple`, `direct`, ...), or
-            a text; None: none. Without `agent`.
+        system_prompt: The name of one of reasoning_gym's (`default`, `direct`, ...), or a text;
+            None: none. Without `agent`.
         seed: First seed of training; that of evaluation is 1,000,000 more.
         train_tasks, eval_tasks: Number of generated tasks for training and evaluation; 0: none.
 
@@ -56,39 +54,39 @@ class ReasoningGym(Environment):
         config: Mapping[str, Any] | None = None,
         levels: Sequence[int] | None = None,
         agent: Callable[..., Any] | str | None = None,
-        extract: Callable[[str], str | None] | str | None = None,
         system_prompt: str | None = "default",
         seed: int = 0,
         train_tasks: int = 1024,
         eval_tasks: int = 64,
     ) -> None:
-        known = _known_sets()
-        from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
-
-        if name not in known:
-            raise ConfigError(f"reasoning_gym has no set {name!r}{near(name, known)}")
+        try:
+            from reasoning_gym.factory import DATASETS
+            from reasoning_gym.utils import SYSTEM_PROMPTS
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"sets of reasoning_gym need the package reasoning_gym, which cannot be imported "
+                f"({error}): {pip_install('reasoning-gym')}"
+            ) from error
+        if name not in DATASETS:
+            raise ConfigError(f"reasoning_gym has no set {name!r}{near(name, DATASETS)}")
+        own = {one.name for one in fields(DATASETS[name][1])} - {"seed", "size"}
         self._name, self._config = name, dict(config or {})
-        own = {one.name for one in fields(known[name][1])} - {"seed", "size"}
         for key in self._config.keys() - own:
             raise ConfigError(
                 f"config has {key!r}, which is no field of reasoning_gym's {name} to set there"
                 f"{near(key, own)}; seed, train_tasks and eval_tasks are beside config"
             )
         self._agent = function_of(agent, setting="agent") or self._ask
-        self._extract = function_of(extract, setting="extract") or extract_answer
-        self._system_prompt = SYSTEM_PROMPTS.get(system_prompt or "", system_prompt)
         check_workflow_function(self._agent)
-        self._entries: dict[tuple[Any, ...], dict[str, Any]] = {}
-        self._size = max(train_tasks, eval_tasks, 1)
+        self._system_prompt = SYSTEM_PROMPTS.get(system_prompt or "", system_prompt)
+        self._size, self._entries = max(train_tasks, eval_tasks, 1), {}
         held_out = self._rows(seed + HELD_OUT, eval_tasks, levels)
         asked = {row["question"] for row in held_out}
         made = self._rows(seed, train_tasks, levels)
         train = [row for row in made if row["question"] not in asked]
         if left := len(made) - len(train):
-            logger.warning(
-                "%d of %d training tasks of reasoning_gym's %s are left out: the evaluation set "
-                "has the same questions", left, len(made), name,
-            )  # fmt: skip
+            said = "%d of %d training tasks of %s are left out: the evaluation asks the same"
+            _log.warning(said, left, len(made), name)
         if made and not train:
             raise ConfigError(
                 f"reasoning_gym's {name} has no other questions than the {len(asked)} of the "
@@ -100,8 +98,8 @@ class ReasoningGym(Environment):
         """State for another process, which makes the entries again."""
         return {**super().__getstate__(), "_entries": {}}
 
-    def _rows(self, seed: int, count: int, levels: Iterable[int] | None) -> list[dict[str, Any]]:
-        """Tasks in turn of each level; an index is that of the level's own set."""
+    def _rows(self, seed: int, count: int, levels: Sequence[int] | None) -> list[dict[str, Any]]:
+        """Tasks of each level in turn; an index counts inside a level."""
         each: list[dict[str, Any]] = [{}] if levels is None else [{"level": n} for n in levels]
         rows = []
         for number in range(count):
@@ -113,7 +111,7 @@ class ReasoningGym(Environment):
             rows.append(row)
         return rows
 
-    def _made_from(self, row: Mapping[str, Any]) -> tuple[str, str, int | None]:
+    def _maker(self, row: Mapping[str, Any]) -> tuple[str, str, int | None]:
         """Arguments of `_generator`."""
         given = {**self._config, "seed": row["seed"], "size": self._size}
         return self._name, json.dumps(given), row.get("level")
@@ -122,25 +120,12 @@ class ReasoningGym(Environment):
         """The set's own entry of a row, with the metadata that its scorer needs.
 
         Raises:
-            FunctionError: The row is not one of this set's.
+            FunctionError: The set makes another question now.
         """
-        if not {"seed", "index"} <= row.keys():
-            raise FunctionError(
-                f"the task has {', '.join(row)}, but no seed and index, from which "
-                f"reasoning_gym's {self._name} makes what it scores by: use the environment's rows"
-            )
         key = (row.get("level"), row["seed"], row["index"])
         if key not in self._entries:
-            try:
-                self._entries[key] = _generator(*self._made_from(row))[row["index"]]
-            except ConfigError:
-                raise
-            except Exception as error:
-                raise ConfigError(
-                    f"reasoning_gym's {self._name} cannot make task {row['index']} from "
-                    f"{self._config}: {type(error).__name__}: {error}"
-                ) from error
-        entry = self._entries[key]
+            self._entries[key] = _generator(*self._maker(row))[row["index"]]
+        entry: dict[str, Any] = self._entries[key]
         if row.get("question", entry["question"]) != entry["question"]:
             raise FunctionError(
                 f"reasoning_gym's {self._name} makes another question from seed {row['seed']} and "
@@ -153,24 +138,17 @@ class ReasoningGym(Environment):
         self, task: dict[str, Any], model: Any, auxiliary_models: Any = None, logger: Any = None
     ) -> WorkflowOutput:
         """Ask the question, or run the given agent on it."""
-        return await call_workflow(
-            self._agent,
-            task=task,
-            model=model,
-            auxiliary_models=auxiliary_models or {},
-            logger=logger,
-        )
+        others = {"auxiliary_models": auxiliary_models, "logger": logger}
+        return await call_workflow(self._agent, task=task, model=model, **others)
 
-    async def _ask(self, task: dict[str, Any], model: Any) -> WorkflowOutput:
-        system = [{"role": "system", "content": self._system_prompt}]
+    async def _ask(self, task: dict[str, Any], model: Any) -> str:
+        messages = [{"role": "user", "content": task["question"]}]
+        if self._system_prompt is not None:
+            messages.insert(0, {"role": "system", "content": self._system_prompt})
         completion = await model.client.chat.completions.create(
-            model=model.model_name,
-            messages=[
-                *(system if self._system_prompt else ()),
-                {"role": "user", "content": task["question"]},
-            ],
+            model=model.model_name, messages=messages
         )
-        return WorkflowOutput(response=completion.choices[0].message.content or "")
+        return completion.choices[0].message.content or ""
 
     async def judge(self, task: dict[str, Any], response: Any) -> JudgeOutput:
         """The set's score of the answer in the response.
@@ -179,27 +157,11 @@ class ReasoningGym(Environment):
             RewardError: The set's scorer failed.
             RewardTimeout: It took too long.
         """
-        answer = self._extract(response_text(response))
-        score = await _score(*self._made_from(task), answer, self._entry(task))
-        return JudgeOutput(
-            reward=score,
-            metrics={"no_answer": float(answer is None)},
-            feedback=None if score >= 1 else f"{answer} is not {task['answer']}",
-        )
+        from reasoning_gym.utils import extract_answer
 
-
-def _known_sets() -> dict[str, tuple[Any, Any]]:
-    """Classes of each set and of its configuration, by name."""
-    try:
-        from reasoning_gym import composite, factory
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"sets of reasoning_gym need the package reasoning_gym, which cannot be imported "
-            f"({error}): {pip_install('reasoning-gym')}"
-        ) from error
-    del composite  # which registers itself
-    found: dict[str, tuple[Any, Any]] = factory.DATASETS
-    return found
+        answer = extract_answer(response_text(response))
+        score = await _score(*self._maker(task), answer, self._entry(task))
+        return JudgeOutput(reward=score, metrics={"no_answer": float(answer is None)})
 
 
 @lru_cache(maxsize=64)
@@ -210,16 +172,11 @@ def _generator(name: str, config: str, level: int | None) -> Any:
         ConfigError: A value or the level is wrong.
     """
     from reasoning_gym.coaching.base_curriculum import DefaultCurriculumContext, RangeAttributeMode
-    from reasoning_gym.composite import DatasetSpec
-    from reasoning_gym.factory import CURRICULA
+    from reasoning_gym.factory import CURRICULA, DATASETS
 
-    dataset, configuration = _known_sets()[name]
+    dataset, configuration = DATASETS[name]
     given = json.loads(config)
     try:
-        if name == "composite":
-            given["datasets"] = [
-                DatasetSpec(**{"weight": 1.0, "config": {}, **one}) for one in given["datasets"]
-            ]
         made = configuration(**given)
         if level is not None:
             if name not in CURRICULA:
@@ -247,5 +204,5 @@ def _score_of(
     return float(_generator(name, config, level).score_answer(answer, entry))
 
 
-# A set is imported with the first call, which takes seconds.
+# The first call takes seconds, in which the sets are imported.
 _score = in_process(_score_of, timeout=30)

@@ -113,16 +113,9 @@ class TextArena(Environment):
                 continue
             if players == 2 or isinstance(made.state, SinglePlayerState):
                 return players
-        assert failed is not None
+        said = f"{type(failed).__name__}: {' '.join(str(failed).split())[:300]}"
         if isinstance(failed, AssertionError) or "player" in str(failed).lower():
             said = "it is for more than two players"
-        elif isinstance(failed, LookupError) and "nltk" in str(failed):
-            said = (
-                "it needs nltk's word lists: python -m nltk.downloader words "
-                "averaged_perceptron_tagger_eng"
-            )
-        else:
-            said = f"{type(failed).__name__}: {failed}"
         raise ConfigError(f"TextArena's game {self._id} cannot be played: {said}") from failed
 
     def check_settings(self, config: RunConfig) -> None:

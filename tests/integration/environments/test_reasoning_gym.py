@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reasoning_gym.factory import CURRICULA, DATASETS
+from reasoning_gym.utils import extract_answer
 
 from tests.environments.training import trained
 from tuner import WorkflowOutput
@@ -35,7 +36,7 @@ def here(monkeypatch):
     monkeypatch.setattr(reasoning_gym_sets, "_score", score)
 
 
-@pytest.mark.parametrize("name", sorted(DATASETS.keys() - SLOW - {"composite"}))
+@pytest.mark.parametrize("name", sorted(DATASETS.keys() - SLOW))
 async def test_every_set_makes_tasks_and_scores_its_own_answers(here, name):
     environment = ReasoningGym(name, train_tasks=2, eval_tasks=1)
     rows = [*(environment.train_dataset or ()), *environment.eval_dataset]
@@ -79,7 +80,7 @@ def test_questions_that_are_left_out_are_counted(caplog):
     environment = ReasoningGym("chain_sum", config=SUMS, train_tasks=200)
     left = 200 - len(environment.train_dataset)
     assert left > 0
-    assert f"{left} of 200 training tasks of reasoning_gym's chain_sum are left out" in caplog.text
+    assert f"{left} of 200 training tasks of chain_sum are left out" in caplog.text
 
 
 @pytest.mark.parametrize("name", sorted(CURRICULA.keys() - SLOW)[::6])
@@ -87,7 +88,7 @@ def test_levels_share_the_tasks_and_grow_with_the_sets_own_parameters(name):
     environment = ReasoningGym(name, levels=[0, 1], train_tasks=6, eval_tasks=2)
     assert {row["level"] for row in environment.eval_dataset} == {0, 1}
     configs = [
-        reasoning_gym_sets._generator(*environment._made_from({"seed": 0, "level": level})).config
+        reasoning_gym_sets._generator(*environment._maker({"seed": 0, "level": level})).config
         for level in (0, 1)
     ]
     assert configs[0] != configs[1]
@@ -104,8 +105,8 @@ def test_a_level_by_itself_has_no_tasks_of_those_below():
 async def test_a_score_is_the_sets_with_its_partial_credit(reply):
     environment = ReasoningGym("chain_sum", config=SUMS, train_tasks=1, eval_tasks=0)
     (row,) = environment.train_dataset
-    made = environment._made_from(row)
-    answer = environment._extract(reply)
+    made = environment._maker(row)
+    answer = extract_answer(reply)
     score = reasoning_gym_sets._score_of(*made, answer, environment._entry(row))
     assert score == reasoning_gym_sets._generator(*made).score_answer(answer, row)
     longer = f"{row['answer']} or so"
@@ -144,30 +145,26 @@ def test_a_text_names_it(random_model_path):
         prepare(environment="reasoning_gym:chainsum", **given)
 
 
-def test_an_agent_and_an_extraction_of_ones_own(here, random_model_path, tmp_path):
+def test_an_agent_of_ones_own(here, random_model_path, tmp_path):
     async def twice(task, model, auxiliary_models):
         for _ in range(2):
             messages = [{"role": "user", "content": task["question"]}]
             await model.client.chat.completions.create(model=model.model_name, messages=messages)
-        return WorkflowOutput(response=f"= {task['answer']}!", metrics={"own": len(task)})
+        return WorkflowOutput(
+            response=f"<answer>{task['answer']}</answer>", metrics={"own": len(task)}
+        )
 
-    environment = ReasoningGym(
-        "chain_sum", config=SUMS, agent=twice, extract=lambda text: text.strip("=! "), eval_tasks=0
-    )
+    environment = ReasoningGym("chain_sum", config=SUMS, agent=twice, eval_tasks=0)
     for trace in trained(environment, random_model_path, tmp_path, "buffer.batch_size=2"):
         assert (len(trace.calls), trace.reward, trace.metrics["own"]) == (2, 1, 5)
 
 
-async def test_sets_are_mixed_by_reasoning_gym_and_by_ours(here):
-    pieces = [{"name": "chain_sum", "weight": 2, "config": SUMS}, {"name": "leg_counting"}]
-    mixed = ReasoningGym("composite", config={"datasets": pieces}, train_tasks=20)
-    row = mixed.train_dataset[-1]
-    assert (await mixed.judge(row, f"<answer>{row['answer']}</answer>")).reward == 1
-    ours = Mixture({"sums": "reasoning_gym:chain_sum", "legs": {"kind": "reasoning_gym",
-                    "name": "leg_counting", "train_tasks": 3}})  # fmt: skip
-    row = ours.train_dataset[-1]
-    assert row["set"] == "legs"
-    assert (await ours.judge(row, f"<answer>{row['answer']}</answer>")).reward == 1
+async def test_sets_are_mixed(here):
+    legs = {"kind": "reasoning_gym", "name": "leg_counting", "train_tasks": 3}
+    mixture = Mixture({"sums": "reasoning_gym:chain_sum", "legs": legs})
+    assert {row["set"] for row in mixture.train_dataset} == {"sums", "legs"}
+    row = mixture.train_dataset[-1]
+    assert (await mixture.judge(row, f"<answer>{row['answer']}</answer>")).reward == 1
 
 
 async def test_another_process_makes_the_same_entry(here):
@@ -178,8 +175,6 @@ async def test_another_process_makes_the_same_entry(here):
         assert other._entry(row) == environment._entry(row)
         with pytest.raises(FunctionError, match="makes another question"):
             other._entry({**row, "question": "1 + 1?"})
-    with pytest.raises(FunctionError, match="no seed and index"):
-        other._entry({"question": "1 + 1?"})
 
 
 @pytest.mark.parametrize(
@@ -193,8 +188,7 @@ async def test_another_process_makes_the_same_entry(here):
         ({"name": "syllogism", "levels": [-1]}, "levels has -1|has no curriculum"),
         ({"name": "chain_sum", "levels": [0], "config": {"max_terms": 6}}, "which levels set"),
         ({"name": "list_functions", "levels": [0]}, "the set has no curriculum"),
-        ({"name": "composite", "config": {"datasets": [{"name": "nothing"}]}}, "not registered"),
-        ({"name": "composite"}, "does not take"),
+        ({"name": "composite"}, "no set 'composite'"),
         ({"name": "chain_sum", "agent": "nowhere.py:play"}, "there is no file"),
         ({"name": "chain_sum", "agents": 3}, "unexpected keyword argument 'agents'"),
     ],
