@@ -117,11 +117,7 @@ class ReasoningGym(Environment):
         return self._name, json.dumps(given), row.get("level")
 
     def _entry(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The set's own entry of a row, with the metadata that its scorer needs.
-
-        Raises:
-            FunctionError: The set makes another question now.
-        """
+        """The set's own entry of a row, with the metadata that its scorer needs."""
         key = (row.get("level"), row["seed"], row["index"])
         if key not in self._entries:
             self._entries[key] = _generator(*self._maker(row))[row["index"]]
@@ -151,12 +147,7 @@ class ReasoningGym(Environment):
         return completion.choices[0].message.content or ""
 
     async def judge(self, task: dict[str, Any], response: Any) -> JudgeOutput:
-        """The set's score of the answer in the response.
-
-        Raises:
-            RewardError: The set's scorer failed.
-            RewardTimeout: It took too long.
-        """
+        """The set's score of the answer in the response."""
         from reasoning_gym.utils import extract_answer
 
         answer = extract_answer(response_text(response))
@@ -166,11 +157,7 @@ class ReasoningGym(Environment):
 
 @lru_cache(maxsize=64)
 def _generator(name: str, config: str, level: int | None) -> Any:
-    """A set with its configuration, given as JSON.
-
-    Raises:
-        ConfigError: A value or the level is wrong.
-    """
+    """A set with its configuration, given as JSON; raises ConfigError if a value is wrong."""
     from reasoning_gym.coaching.base_curriculum import DefaultCurriculumContext, RangeAttributeMode
     from reasoning_gym.factory import CURRICULA, DATASETS
 

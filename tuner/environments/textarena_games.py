@@ -87,10 +87,9 @@ class TextArena(Environment):
             raise ConfigError(f"player is {player!r}: use 0 or 1, or leave it out for both in turn")
         named = isinstance(opponent, str) and ":" not in opponent
         self._opponent = opponent if named else function_of(opponent, setting="opponent")
-        self._system_prompt = system_prompt
+        self._id, self._system_prompt = id, system_prompt
         # With the specification for another process, where the game may not be registered.
         self._game = partial(Game, id, ENV_REGISTRY[id], dict(make_args or {}))
-        self._id = id
         self._players = self._number_of_players()
         self.train_dataset, self.eval_dataset = seed_rows(train_tasks, eval_tasks)
         if self._players == 2:
@@ -133,11 +132,7 @@ class TextArena(Environment):
     async def workflow(
         self, task: dict[str, Any], model: Any, auxiliary_models: Any = None
     ) -> WorkflowOutput:
-        """Play one game.
-
-        Raises:
-            FunctionError: The task names no side of the game.
-        """
+        """Play one game."""
         side = task.get("player", 0)
         if side not in range(self._players):
             raise FunctionError(f"the task has player {side!r}: use 0 or 1")
@@ -173,12 +168,7 @@ class TextArena(Environment):
 class Game:
     """A game that has begun, with random numbers of its own.
 
-    Attributes:
-        env: TextArena's own.
-        player: Whose turn it is.
-        observation: What this player sees.
-        whole: Whether that is all that the player has seen, or only what is new.
-        done: Whether it has ended.
+    `observation` is what `player` sees before its move: all so far (`whole`), or only what is new.
     """
 
     done = False
