@@ -79,7 +79,8 @@ class ReasoningGym(Environment):
         self._agent = function_of(agent, setting="agent") or self._ask
         check_workflow_function(self._agent)
         self._system_prompt = SYSTEM_PROMPTS.get(system_prompt or "", system_prompt)
-        self._size, self._entries = max(train_tasks, eval_tasks, 1), {}
+        self._size = max(train_tasks, eval_tasks, 1)
+        self._entries: dict[tuple[Any, ...], dict[str, Any]] = {}
         held_out = self._rows(seed + HELD_OUT, eval_tasks, levels)
         asked = {row["question"] for row in held_out}
         made = self._rows(seed, train_tasks, levels)
@@ -121,7 +122,7 @@ class ReasoningGym(Environment):
         key = (row.get("level"), row["seed"], row["index"])
         if key not in self._entries:
             self._entries[key] = _generator(*self._maker(row))[row["index"]]
-        entry: dict[str, Any] = self._entries[key]
+        entry = self._entries[key]
         if row.get("question", entry["question"]) != entry["question"]:
             raise FunctionError(
                 f"reasoning_gym's {self._name} makes another question from seed {row['seed']} and "
