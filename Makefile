@@ -263,7 +263,7 @@ docs: $(VENV9)/.installed
 	.venv-litellm/bin/python -m pip install --quiet --no-compile 'litellm[proxy]==1.106.2'
 
 bench: $(VENV)/.installed-dev $(VENV)/.installed-real $(VENV5)/.installed .venv-litellm/bin/litellm
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt trl reasoning-gym
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt trl reasoning-gym textarena
 	for benchmark in benchmarks/[a-z]*.py; do $(BIN)/python $$benchmark || exit 1; done
 	$(BIN)/python -m docs.tables
 
