@@ -105,7 +105,13 @@ class ReasoningGym(Environment):
         rows = []
         for number in range(count):
             row = {**each[number % len(each)], "seed": seed, "index": number // len(each)}
-            entry = self._entry(row)
+            try:
+                entry = self._entry(row)
+            except Exception as error:
+                raise ConfigError(
+                    f"reasoning_gym's {self._name} makes no task from {self._config}: "
+                    f"{str(error) or type(error).__name__}"
+                ) from error
             row |= {"question": entry["question"], "answer": entry["answer"]}
             if difficulty := entry["metadata"].get("difficulty"):
                 row["difficulty"] = json.loads(json.dumps(difficulty, default=str))
@@ -158,32 +164,27 @@ class ReasoningGym(Environment):
 
 @lru_cache(maxsize=64)
 def _generator(name: str, config: str, level: int | None) -> Any:
-    """A set with its configuration, given as JSON; raises ConfigError if a value is wrong."""
+    """A set with its configuration, given as JSON; raises the set's errors, and ValueError."""
     from reasoning_gym.coaching.base_curriculum import DefaultCurriculumContext, RangeAttributeMode
     from reasoning_gym.factory import CURRICULA, DATASETS
 
     dataset, configuration = DATASETS[name]
     given = json.loads(config)
-    try:
-        made = configuration(**given)
-        if level is not None:
-            if name not in CURRICULA:
-                raise ValueError("the set has no curriculum: remove levels")
-            curriculum = CURRICULA[name]()
-            highest = max(len(one.levels) for one in curriculum.attributes.values()) - 1
-            if not 0 <= level <= highest:
-                raise ValueError(f"levels has {level!r}, but they are 0 to {highest}")
-            curriculum.set_global_level(level)
-            # Each level by itself, without those below.
-            apart = DefaultCurriculumContext(mode=RangeAttributeMode.UPPER_BOUND)
-            made = curriculum.generate_configuration(given, apart)
-            if lost := [key for key, value in given.items() if getattr(made, key) != value]:
-                raise ValueError(f"config has {', '.join(lost)}, which levels set: remove one")
-        return dataset(made)
-    except Exception as error:
-        raise ConfigError(
-            f"reasoning_gym's {name} does not take {config}: {error or type(error).__name__}"
-        ) from error
+    made = configuration(**given)
+    if level is not None:
+        if name not in CURRICULA:
+            raise ValueError("the set has no curriculum: remove levels")
+        curriculum = CURRICULA[name]()
+        highest = max(len(one.levels) for one in curriculum.attributes.values()) - 1
+        if not 0 <= level <= highest:
+            raise ValueError(f"levels has {level!r}, but they are 0 to {highest}")
+        curriculum.set_global_level(level)
+        # Each level by itself, without those below.
+        apart = DefaultCurriculumContext(mode=RangeAttributeMode.UPPER_BOUND)
+        made = curriculum.generate_configuration(given, apart)
+        if lost := [key for key, value in given.items() if getattr(made, key) != value]:
+            raise ValueError(f"config has {', '.join(lost)}, which levels set: remove one")
+    return dataset(made)
 
 
 def _score_of(

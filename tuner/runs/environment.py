@@ -103,8 +103,8 @@ def seed_rows(
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """The end of an error's sentence: the names that may be meant, else all of them."""
-    meant = difflib.get_close_matches(name, known, n=3) or sorted(known)
+    """The end of an error's sentence: the names that may be meant, else the first of them."""
+    meant = difflib.get_close_matches(name, known, n=3) or [*sorted(known)[:20], "..."]
     return f"; there is {', '.join(meant)}"
 
 

@@ -187,6 +187,14 @@ async def test_another_process_makes_the_same_entry(here):
         ({"name": "syllogism", "levels": [-1]}, "levels has -1|has no curriculum"),
         ({"name": "chain_sum", "levels": [0], "config": {"max_terms": 6}}, "which levels set"),
         ({"name": "list_functions", "levels": [0]}, "the set has no curriculum"),
+        (
+            {"name": "spell_backward", "config": {"min_word_len": 90, "max_word_len": 99}},
+            "no task from .*: Cannot choose",
+        ),
+        (
+            {"name": "quantum_lock", "config": {"difficulty": "x"}},
+            "no task from {'difficulty': 'x'}: ",
+        ),
         ({"name": "composite"}, "no set 'composite'"),
         ({"name": "chain_sum", "agent": "nowhere.py:play"}, "there is no file"),
         ({"name": "chain_sum", "agents": 3}, "unexpected keyword argument 'agents'"),

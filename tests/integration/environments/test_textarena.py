@@ -237,6 +237,7 @@ def test_the_opponent_is_the_start_and_sampled_as_the_model_is(random_model_path
     ("given", "said"),
     [
         ({"id": "TicTacTo-v0"}, "no game 'TicTacTo-v0'; there is TicTacToe-v0"),
+        ({"id": "xyzzy"}, r"no game 'xyzzy'; there is 2048-v0, .{,400}, \.\.\.$"),
         ({"id": "SecretMafia-v0"}, "more than two players"),
         ({"id": "Nim-v0", "make_args": {"pile": [1]}}, "TypeError: .*'pile'"),
         ({"id": "Nim-v0", "player": 2}, "player is 2"),
