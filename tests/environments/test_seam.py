@@ -394,3 +394,21 @@ def test_a_worker_that_has_only_the_text_of_the_functions_runs_them():
     assert workflow.__self__.letter == judge.__self__.letter == "q"
     assert workflow.__self__ is not environment
     assert workflow.__self__.train_dataset is None
+
+
+@pytest.mark.parametrize("text", ["reasoning_gym:chain_sum", "textarena:TicTacToe-v0"])
+def test_a_text_names_a_kind_and_its_first_argument(monkeypatch, text):
+    given: list[str] = []
+    name = text.partition(":")[2]
+    monkeypatch.setattr(
+        "tuner.runs.environment._class_of", lambda _: lambda arg: given.append(arg) or Letters()
+    )
+    assert not brought(text).named
+    assert from_settings(text, "tuner.environment").named
+    assert given == [name, name]
+
+
+@pytest.mark.parametrize("text", ["program:made", "reasoning_gym:", "nonsense"])
+def test_other_texts_are_no_environment_in_python(text):
+    with pytest.raises(FunctionError, match=r"or a text such as reasoning_gym:NAME"):
+        brought(text)

@@ -1533,7 +1533,17 @@ class TasksSection(Section):
     selector: SelectorSection | None = None
 
 
-KINDS = ("verifiers", "openenv", "trl", "gymnasium", "areal", "program", "mixture")
+KINDS = (
+    "verifiers",
+    "openenv",
+    "trl",
+    "gymnasium",
+    "reasoning_gym",
+    "textarena",
+    "areal",
+    "program",
+    "mixture",
+)
 
 
 class EnvironmentSection(Section):
@@ -1608,8 +1618,9 @@ class TunerSection(Section):
     environment: NamedOrMade | None = Field(
         default=None,
         description="Workflow, judge and datasets together, for the commands: the keys below, "
-        "or `package.module:name` or `path/file.py:name` of an environment or of a function "
-        "that returns one ([environments](environments.md)).",
+        "`kind:name` such as `reasoning_gym:chain_sum`, or `package.module:name` or "
+        "`path/file.py:name` of an environment or of a function that returns one "
+        "([environments](environments.md)).",
     )
     imports: tuple[str, ...] = Field(
         default=(),

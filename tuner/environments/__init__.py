@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from tuner.environments.mixture import Mixture
     from tuner.environments.openenv import OpenEnv, ToolCall
     from tuner.environments.program import Program, ProgramOutput
+    from tuner.environments.reasoning_gym_sets import ReasoningGym
+    from tuner.environments.textarena_games import TextArena
     from tuner.environments.trl import TRL
     from tuner.environments.verifiers_environments import Verifiers
 
@@ -24,7 +26,9 @@ _MODULE_OF = {
     "OpenEnv": "tuner.environments.openenv",
     "Program": "tuner.environments.program",
     "ProgramOutput": "tuner.environments.program",
+    "ReasoningGym": "tuner.environments.reasoning_gym_sets",
     "TRL": "tuner.environments.trl",
+    "TextArena": "tuner.environments.textarena_games",
     "ToolCall": "tuner.environments.openenv",
     "Verifiers": "tuner.environments.verifiers_environments",
 }
@@ -38,6 +42,8 @@ __all__ = [
     "OpenEnv",
     "Program",
     "ProgramOutput",
+    "ReasoningGym",
+    "TextArena",
     "ToolCall",
     "Verifiers",
     "brought",

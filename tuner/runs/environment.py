@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import inspect
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -30,9 +31,14 @@ CLASSES: dict[str, str] = {
     "mixture": "tuner.environments.mixture:Mixture",
     "openenv": "tuner.environments.openenv:OpenEnv",
     "program": "tuner.environments.program:Program",
+    "reasoning_gym": "tuner.environments.reasoning_gym_sets:ReasoningGym",
+    "textarena": "tuner.environments.textarena_games:TextArena",
     "trl": "tuner.environments.trl:TRL",
     "verifiers": "tuner.environments.verifiers_environments:Verifiers",
 }
+# Kinds that a text names with the first argument: `reasoning_gym:chain_sum`. Each is the name of a
+# library's package, so no module of the user's is meant.
+_BY_NAME = ("gymnasium", "openenv", "reasoning_gym", "textarena", "verifiers")
 # Package of the given object's class -> our class for it.
 _BRINGERS: dict[str, str] = {
     "gymnasium": "tuner.environments.gymnasium_environments:Gymnasium",
@@ -40,7 +46,7 @@ _BRINGERS: dict[str, str] = {
     "verifiers": "tuner.environments.verifiers_environments:Verifiers",
 }
 # First seed of evaluation.
-_HELD_OUT = 1_000_000
+HELD_OUT = 1_000_000
 
 
 class Environment(ABC):
@@ -92,30 +98,47 @@ def seed_rows(
     """Training and evaluation sets without common seeds, for an environment whose tasks are
     seeds."""
     train = [{"seed": seed} for seed in range(train_tasks)]
-    held_out = [{"seed": _HELD_OUT + number} for number in range(eval_tasks)]
+    held_out = [{"seed": HELD_OUT + number} for number in range(eval_tasks)]
     return train or None, held_out or None
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """The end of an error's sentence: the names that may be meant, else the first of them."""
+    meant = difflib.get_close_matches(name, known, n=3) or [*sorted(known)[:20], "..."]
+    return f"; there is {', '.join(meant)}"
 
 
 def brought(found: Any) -> Environment:
     """Convert an environment to ours.
 
     Args:
-        found: An `Environment`, or an object of a supported library.
+        found: An `Environment`, an object of a supported library, or `kind:name`.
 
     Raises:
         FunctionError: It is neither.
     """
     if isinstance(found, Environment):
         return found
+    if isinstance(found, str) and (named := _by_name(found)) is not None:
+        return named
     for made in type(found).__mro__:
         if bringer := _BRINGERS.get(made.__module__.partition(".")[0]):
             environment: Environment = _class_of(bringer)(found)
             return environment
     hint = " (pass an instance)" if isinstance(found, type) else ""
     raise FunctionError(
-        f"environment is {shown(found)}{hint}: pass a tuner.environments.Environment, or an object "
-        f"of {', '.join(_BRINGERS)}"
+        f"environment is {shown(found)}{hint}: pass a tuner.environments.Environment, an object "
+        f"of {', '.join(_BRINGERS)}, or a text such as reasoning_gym:NAME ({', '.join(_BY_NAME)})"
     )
+
+
+def _by_name(text: str) -> Environment | None:
+    """The environment `kind:name`, or None if the text is another reference."""
+    kind, _, name = text.partition(":")
+    if kind not in _BY_NAME or not name:
+        return None
+    made: Environment = _class_of(CLASSES[kind])(name)
+    return made
 
 
 def from_settings(given: str | EnvironmentSection | Mapping[str, Any], setting: str) -> Environment:
@@ -123,7 +146,7 @@ def from_settings(given: str | EnvironmentSection | Mapping[str, Any], setting: 
 
     Args:
         given: `package.module:name` or `path/file.py:name` of an environment, or of a function
-            that makes one; or `{kind: ...}` with the arguments of its class.
+            that makes one; `kind:name`; or `{kind: ...}` with the arguments of its class.
         setting: Its key, for error messages.
 
     Raises:
@@ -131,6 +154,9 @@ def from_settings(given: str | EnvironmentSection | Mapping[str, Any], setting: 
         FunctionError: The loaded object is not an environment.
     """
     if isinstance(given, str):
+        if (known := _by_name(given)) is not None:
+            known.named = True
+            return known
         found = load_named(given, setting=setting, kind="environment")
         makes = inspect.isroutine(found) or isinstance(found, type)
         known = brought(_made(found, {}, f"{setting} is {given!r}") if makes else found)

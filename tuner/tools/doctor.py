@@ -33,6 +33,8 @@ _USES = {
     "gpu": "tuner.optimizer_state: 8bit",
     "gymnasium": "environments of gymnasium",
     "openenv": "environments of OpenEnv",
+    "reasoning-gym": "sets of reasoning_gym",
+    "textarena": "games of TextArena",
     "trl": "pieces of TRL's scripts, in tuner.from_trl",
     "verifiers": "environments of verifiers",
     "wandb": "monitor.monitor_type: wandb",

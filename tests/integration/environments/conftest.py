@@ -11,6 +11,8 @@ _NEEDS = {
     "test_gymnasium.py": "gymnasium",
     "test_in_workers.py": "verifiers",
     "test_openenv.py": "openenv",
+    "test_reasoning_gym.py": "reasoning_gym",
+    "test_textarena.py": "textarena",
     "test_program.py": "verifiers",  # it needs none, but takes minutes, as those beside it
     "test_rewards_of_libraries.py": "rouge_score",
     "test_trl.py": "trl",

@@ -12,6 +12,7 @@ from tests.areal.loop import tuned
 from tests.areal.queue_agents import trajectory
 from tests.environments.test_in_workers import left_by_workers
 from tests.integration.environments.test_openenv import Answer, Letters, children, served
+from tests.integration.environments.test_textarena import words
 from tests.integration.environments.test_verifiers import cases_are_importable, environment, left
 from tuner.areal import (
     Agent,
@@ -19,7 +20,7 @@ from tuner.areal import (
     GenerationHyperparameters,
     QueueWorkflow,
 )
-from tuner.environments import Gymnasium, Mixture, OpenEnv, Verifiers
+from tuner.environments import Gymnasium, Mixture, OpenEnv, ReasoningGym, Verifiers
 from tuner.errors import ConfigError
 from tuner.runs.environment import from_settings
 from tuner.tasks.loading import import_module_or_file
@@ -80,6 +81,19 @@ def test_verifiers_with_servers_of_tools(left_by_workers, monkeypatch):
     left_by_workers(lambda: vf.load_environment(config), feedback=False)  # numbers of processes
 
 
+def test_a_set_of_reasoning_gym(left_by_workers):
+    config = {"min_terms": 2, "max_terms": 2, "max_digits": 1}
+    left_by_workers(lambda: sums(config=config))
+
+
+def sums(**given):
+    return ReasoningGym("chain_sum", system_prompt=None, train_tasks=4, eval_tasks=0, **given)
+
+
+def test_a_game_of_textarena(left_by_workers):
+    left_by_workers(words)
+
+
 def test_openenv(left_by_workers):
     with served(Letters, Answer) as url:
         left_by_workers(lambda: OpenEnv(url, max_turns=2, train_tasks=4, eval_tasks=0))
@@ -119,6 +133,8 @@ def test_a_mixture_of_them(left_by_workers):
                     "arithmetic": arithmetic(),
                     "cases": of_verifiers(),
                     "letters": OpenEnv(url, max_turns=2, train_tasks=4, eval_tasks=0),
+                    "sums": sums(),
+                    "words": words(),
                 }
             )
         )
