@@ -1532,7 +1532,7 @@ class TasksSection(Section):
     selector: SelectorSection | None = None
 
 
-KINDS = ("verifiers", "openenv", "trl", "gymnasium", "areal", "program", "mixture")
+KINDS = ("verifiers", "openenv", "trl", "gymnasium", "areal", "program", "harbor", "mixture")
 
 
 class EnvironmentSection(Section):

@@ -10,6 +10,7 @@ from tuner.runs.environment import Environment, brought
 if TYPE_CHECKING:
     from tuner.environments.areal_environments import Areal
     from tuner.environments.gymnasium_environments import Gymnasium
+    from tuner.environments.harbor_tasks import Harbor, Terminal, TerminalAgent
     from tuner.environments.mixture import Mixture
     from tuner.environments.openenv import OpenEnv, ToolCall
     from tuner.environments.program import Program, ProgramOutput
@@ -20,11 +21,14 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "Areal": "tuner.environments.areal_environments",
     "Gymnasium": "tuner.environments.gymnasium_environments",
+    "Harbor": "tuner.environments.harbor_tasks",
     "Mixture": "tuner.environments.mixture",
     "OpenEnv": "tuner.environments.openenv",
     "Program": "tuner.environments.program",
     "ProgramOutput": "tuner.environments.program",
     "TRL": "tuner.environments.trl",
+    "Terminal": "tuner.environments.harbor_tasks",
+    "TerminalAgent": "tuner.environments.harbor_tasks",
     "ToolCall": "tuner.environments.openenv",
     "Verifiers": "tuner.environments.verifiers_environments",
 }
@@ -34,10 +38,13 @@ __all__ = [
     "Areal",
     "Environment",
     "Gymnasium",
+    "Harbor",
     "Mixture",
     "OpenEnv",
     "Program",
     "ProgramOutput",
+    "Terminal",
+    "TerminalAgent",
     "ToolCall",
     "Verifiers",
     "brought",

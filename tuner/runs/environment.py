@@ -27,12 +27,15 @@ from tuner.tasks.settings import WITHOUT_FILE, TuneArguments, settings_of
 CLASSES: dict[str, str] = {
     "areal": "tuner.environments.areal_environments:Areal",
     "gymnasium": "tuner.environments.gymnasium_environments:Gymnasium",
+    "harbor": "tuner.environments.harbor_tasks:Harbor",
     "mixture": "tuner.environments.mixture:Mixture",
     "openenv": "tuner.environments.openenv:OpenEnv",
     "program": "tuner.environments.program:Program",
     "trl": "tuner.environments.trl:TRL",
     "verifiers": "tuner.environments.verifiers_environments:Verifiers",
 }
+# Kinds that a text names with their first argument, as in "harbor:tasks".
+_BY_TEXT = ("harbor",)
 # Package of the given object's class -> our class for it.
 _BRINGERS: dict[str, str] = {
     "gymnasium": "tuner.environments.gymnasium_environments:Gymnasium",
@@ -100,13 +103,15 @@ def brought(found: Any) -> Environment:
     """Convert an environment to ours.
 
     Args:
-        found: An `Environment`, or an object of a supported library.
+        found: An `Environment`, an object of a supported library, or a text like "harbor:tasks".
 
     Raises:
         FunctionError: It is neither.
     """
     if isinstance(found, Environment):
         return found
+    if isinstance(found, str) and (short := _by_text(found, "environment")) is not None:
+        return short
     for made in type(found).__mro__:
         if bringer := _BRINGERS.get(made.__module__.partition(".")[0]):
             environment: Environment = _class_of(bringer)(found)
@@ -123,7 +128,7 @@ def from_settings(given: str | EnvironmentSection | Mapping[str, Any], setting: 
 
     Args:
         given: `package.module:name` or `path/file.py:name` of an environment, or of a function
-            that makes one; or `{kind: ...}` with the arguments of its class.
+            that makes one; or `{kind: ...}` with the arguments of its class, or `kind:argument`.
         setting: Its key, for error messages.
 
     Raises:
@@ -131,6 +136,9 @@ def from_settings(given: str | EnvironmentSection | Mapping[str, Any], setting: 
         FunctionError: The loaded object is not an environment.
     """
     if isinstance(given, str):
+        if (short := _by_text(given, setting)) is not None:
+            short.named = True
+            return short
         found = load_named(given, setting=setting, kind="environment")
         makes = inspect.isroutine(found) or isinstance(found, type)
         known = brought(_made(found, {}, f"{setting} is {given!r}") if makes else found)
@@ -147,6 +155,17 @@ def from_settings(given: str | EnvironmentSection | Mapping[str, Any], setting: 
     environment: Environment = _made(_class_of(CLASSES[given.kind]), given.arguments, what)
     environment.named = True
     return environment
+
+
+def _by_text(given: str, setting: str) -> Environment | None:
+    """The environment of "kind:argument"; None if it is no such text."""
+    kind, _, argument = given.partition(":")
+    if kind not in _BY_TEXT:
+        return None
+    if not argument:
+        raise ConfigError(f"{setting} is {given!r}: expected '{kind}:' and its first argument")
+    made: Environment = _class_of(CLASSES[kind])(argument)
+    return made
 
 
 def named_in(section: TunerSection) -> Environment | None:

@@ -1,0 +1,521 @@
+"""Containers by podman or docker, through the client's commands: created, used and always removed.
+
+    engine = await ContainerEngine.of(pulled, ContainerLimits(memory_mb=512))
+    name = await engine.create(image, ContainerLimits(cpus=1, memory_mb=512))
+    finished = await engine.exec(name, "ls /app", seconds=10)
+    await engine.remove(name)
+
+A container has no network unless it is given one. Its name says which process of this machine it
+belongs to. A watcher removes the containers of a process that ends in any way, also by SIGKILL, and
+each new engine those of processes that ended with their watcher.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tuner.errors import MissingDependencyError, SandboxError
+from tuner.rewards.sandbox import gateway_address, relay
+from tuner.rewards.sandbox import remove as remove_folder
+
+logger = logging.getLogger("tuner.environments")
+PREFIX = "tuner-box"
+"""Beginning of the names of containers, and of temporary folders beside them."""
+_PATIENCE = 120.0
+"""Time limit in seconds of a command of the client that runs nothing of the task's."""
+_GRACE = 15.0
+_STARTS_AT_ONCE = 4
+# Options of the client, and whether limits are set to what this process may give. The first works on
+# most machines; the others with hybrid cgroups, an old crun, or limits that cannot be raised.
+_WAYS: dict[str, tuple[tuple[tuple[str, ...], bool], ...]] = {
+    "podman": (
+        ((), False),
+        ((), True),
+        (("--cgroup-manager=cgroupfs",), True),
+        (("--runtime=runc", "--cgroup-manager=cgroupfs"), True),
+    ),
+    "docker": (((), False), ((), True)),
+}
+_MOST = {"nofile": (resource.RLIMIT_NOFILE, 1 << 20), "nproc": (resource.RLIMIT_NPROC, 30_000)}
+# Its first process: it ends at once when it is told to, and waits for the orphans of others.
+_IDLE = ("sh", "-c", "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done")
+# Removes what has this label when its standard input ends; if nobody said "close", a client that was
+# about to create something may still do so.
+_WATCHER = """
+trap '' INT TERM HUP
+read word
+for pause in 0 1 3; do
+    sleep $pause
+    found=$("$@" ps --all --quiet --filter "label=$OWNER")
+    if [ -n "$found" ]; then "$@" rm --force --volumes $found; fi
+    if [ "$word" = close ]; then break; fi
+done
+rm -rf "${TMPDIR:-/tmp}/$OWNER"-*
+"""
+
+
+@dataclass(frozen=True)
+class ContainerLimits:
+    """Limits of a container; None: none.
+
+    Attributes:
+        cpus: Cores.
+        memory_mb: MiB of memory, without swap.
+        disk_mb: MiB that it may write, where the storage driver can count them.
+        processes: Number of concurrent processes and threads.
+    """
+
+    cpus: float | None = None
+    memory_mb: int | None = None
+    disk_mb: int | None = None
+    processes: int | None = 512
+
+    def words(self) -> dict[str, list[str]]:
+        """The client's options, by what they limit."""
+        given = {
+            "cpus": [f"--cpus={self.cpus}"],
+            "memory": [f"--memory={self.memory_mb}m", f"--memory-swap={self.memory_mb}m"],
+            "disk": [f"--storage-opt=size={self.disk_mb}m"],
+            "processes": [f"--pids-limit={self.processes}"],
+        }
+        values = (self.cpus, self.memory_mb, self.disk_mb, self.processes)
+        return {
+            name: words
+            for (name, words), value in zip(given.items(), values, strict=True)
+            if value is not None
+        }
+
+
+@dataclass(frozen=True)
+class CommandResult:
+    """Result of a command.
+
+    Attributes:
+        status: Its exit status as in a shell.
+        stdout, stderr: Its output, up to a limit.
+        cut: Whether there was more output than the limit, which is discarded.
+        timed_out: Whether it was ended at its time limit.
+    """
+
+    status: int
+    stdout: bytes
+    stderr: bytes
+    cut: bool = False
+    timed_out: bool = False
+
+
+@dataclass
+class ContainerEngine:
+    """A client that works here.
+
+    Attributes:
+        program: Its path.
+        options: Its options before a command.
+        limits: Its options for limits of each process.
+        unlimited: What it cannot limit here.
+    """
+
+    program: str
+    options: tuple[str, ...] = ()
+    limits: tuple[str, ...] = ()
+    unlimited: set[str] = field(default_factory=set)
+    _watcher: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.owner = f"{PREFIX}-{os.getpid()}-{_started(os.getpid())}"
+        self._starting = asyncio.Semaphore(_STARTS_AT_ONCE)
+
+    @property
+    def kind(self) -> str:
+        """ "podman" or "docker"."""
+        return Path(self.program).name
+
+    @classmethod
+    async def of(
+        cls,
+        image: Callable[[ContainerEngine], Awaitable[str]],
+        limits: ContainerLimits,
+        *,
+        kind: str | None = None,
+    ) -> ContainerEngine:
+        """The first client that can run a container of an image, with the limits.
+
+        Args:
+            image: Pulls or builds the image with a client, and returns its name.
+            limits: Limits that are tried.
+            kind: "podman" or "docker"; None: whichever works.
+
+        Raises:
+            MissingDependencyError: There is no such client; it says why for each.
+        """
+        refused = []
+        for name in ("podman", "docker") if kind is None else (kind,):
+            if (program := shutil.which(name)) is None:
+                refused.append(f"{name} is not installed")
+                continue
+            engine = cls(program)
+            try:
+                await engine._adapt(await image(engine), limits)
+            except SandboxError as error:
+                refused.append(str(error))
+                continue
+            await engine.remove_leftovers()
+            engine._watch()
+            return engine
+        raise MissingDependencyError(f"no container can be started: {'; '.join(refused)}")
+
+    async def _adapt(self, image: str, limits: ContainerLimits) -> None:
+        """Find the options with which a container starts, and the limits that hold here."""
+
+        async def trial(*more: str) -> str:
+            done = await self.call("run", "--rm", *self._basic(), *more, image, "true")
+            return done.stderr.decode(errors="replace").strip() if done.status else ""
+
+        problem = ""
+        for self.options, limited in _WAYS[self.kind]:
+            self.limits = _given_limits() if limited else ()
+            if not (problem := await trial()):
+                break
+        else:
+            raise SandboxError(f"{self.kind} cannot start {image!r}: {problem[-500:]}")
+        together = {name: words for name, words in limits.words().items() if name != "disk"}
+        if not await trial(*(word for words in together.values() for word in words)):
+            together = {}
+        for name, words in {**together, "disk": ["--storage-opt=size=64m"]}.items():
+            if problem := await trial(*words):
+                self.unlimited.add(name)
+                logger.warning(
+                    "%s cannot limit %s here, so containers run without that limit: %s",
+                    self.kind,
+                    name,
+                    problem.splitlines()[-1][-300:],
+                )
+
+    def _basic(self) -> list[str]:
+        own = (self.owner, f"{PREFIX}={_machine()}")
+        return ["--network=none", "--stop-timeout=0", *self.limits, *(f"--label={x}" for x in own)]
+
+    async def pull(self, image: str, *, seconds: float) -> None:
+        """Pull an image, unless the client has it.
+
+        Raises:
+            SandboxError: It cannot be pulled within `seconds`.
+        """
+        if (await self.call("image", "inspect", image)).status == 0:
+            return
+        pulled = await self.call("pull", image, seconds=seconds)
+        if pulled.status:
+            problem = pulled.stderr.decode(errors="replace").strip()[-500:]
+            raise SandboxError(f"{self.kind} has no image {image!r}, and cannot pull it: {problem}")
+
+    async def build(self, folder: Path, tag: str, *, seconds: float) -> None:
+        """Build an image from a folder's Dockerfile, unless the client has one of this tag.
+
+        Raises:
+            SandboxError: It cannot be built within `seconds`.
+        """
+        if (await self.call("image", "inspect", tag)).status == 0:
+            return
+        until = time.monotonic() + seconds
+        ways: tuple[tuple[str, ...], ...] = ((),)
+        if self.kind == "podman":  # chroot needs no runtime; layers that were built are kept
+            ways = ((), ("--isolation=chroot", *_given_limits()))
+        for way in ways:
+            left = until - time.monotonic()
+            built = await self.call("build", *way, "--tag", tag, str(folder), seconds=left)
+            if built.status == 0:
+                return
+            if built.timed_out:
+                raise SandboxError(f"{folder}/Dockerfile was not built within {seconds:g} s")
+        said = (built.stderr or built.stdout).decode(errors="replace").strip()
+        raise SandboxError(f"{self.kind} cannot build {folder}/Dockerfile: {said[-1000:]}")
+
+    async def create(
+        self,
+        image: str,
+        limits: ContainerLimits,
+        *,
+        environment: Mapping[str, str] | None = None,
+        network: bool = False,
+        workdir: str | None = None,
+    ) -> str:
+        """Start a container that does nothing; returns its name.
+
+        Args:
+            network: Whether it has the client's usual network.
+
+        Raises:
+            SandboxError: It did not start.
+        """
+        name = f"{self.owner}-{os.urandom(6).hex()}"
+        words = self._basic()[network:]
+        for limited, more in limits.words().items():
+            words += [] if limited in self.unlimited else more
+        words += [] if workdir is None else ["--workdir", workdir]
+        own, variables = _variables(environment or {})
+        try:
+            async with self._starting:
+                done = await self.call(
+                    "run", "--detach", "--name", name, *words, *variables, image, *_IDLE,
+                    environment=own,
+                )  # fmt: skip
+            if done.status:
+                said = done.stderr.decode(errors="replace").strip()
+                raise SandboxError(f"{self.kind} did not start {image!r}: {said[-500:]}")
+        except BaseException:
+            await _shielded(self.remove(name))
+            raise
+        return name
+
+    async def exec(
+        self,
+        name: str,
+        command: str,
+        *,
+        seconds: float | None = None,
+        environment: Mapping[str, str] | None = None,
+        workdir: str | None = None,
+        user: str | int | None = None,
+        output: int = 1_000_000,
+    ) -> CommandResult:
+        """Run a command of bash in a container.
+
+        Args:
+            seconds: Time limit, after which the command and its children are killed.
+            output: Bytes of each stream that are kept.
+        """
+        own, variables = _variables(environment or {})
+        words = [] if workdir is None else ["--workdir", workdir]
+        words += [] if user is None else ["--user", str(user)]
+        # In the container: ending the client would leave the command running.
+        limited = [] if seconds is None else ["timeout", "--signal=KILL", f"{seconds:.3f}"]
+        began = time.monotonic()
+        done = await self.call(
+            "exec", *words, *variables, name, *limited, "bash", "-c", command,
+            environment=own,
+            seconds=None if seconds is None else seconds + _GRACE,
+            output=output,
+        )  # fmt: skip
+        late = seconds is not None and time.monotonic() - began >= seconds
+        ended = done.status == 128 + signal.SIGKILL and late
+        return CommandResult(
+            done.status, done.stdout, done.stderr, done.cut, done.timed_out or ended
+        )
+
+    async def copy_in(self, name: str, source: Path, target: str) -> None:
+        """Copy a file, or the content of a folder, into a container.
+
+        Raises:
+            SandboxError: It cannot be copied, because the disk is full, for example.
+        """
+        whole = f"{source}/." if source.is_dir() else str(source)
+        done = await self.call("cp", whole, f"{name}:{target}")
+        if done.status:
+            said = done.stderr.decode(errors="replace").strip()
+            raise SandboxError(f"{source} cannot be copied to {target}: {said[-500:]}")
+
+    async def copy_out(self, name: str, source: str, *, limit: int) -> bytes:
+        """A file or folder of a container, as a tar archive.
+
+        Raises:
+            SandboxError: It cannot be read, or is larger than `limit` bytes.
+        """
+        done = await self.call("cp", f"{name}:{source}", "-", output=limit)
+        if done.cut:
+            raise SandboxError(f"{source} is larger than {limit} bytes: it is not copied")
+        if done.status:
+            said = done.stderr.decode(errors="replace").strip()
+            raise SandboxError(f"{source} cannot be copied: {said[-500:]}")
+        return done.stdout
+
+    async def process(self, name: str) -> int:
+        """The process id, outside, of a container's first process."""
+        done = await self.call("inspect", "--format", "{{.State.Pid}}", name)
+        return int(done.stdout or b"0")
+
+    @asynccontextmanager
+    async def reaching(self, name: str, gateway: str) -> AsyncIterator[None]:
+        """Let programs in a container reach one address of this machine while the block runs, by
+        the URL that it has outside.
+
+        The socket is opened in the container's network by a thread of this process, so that the
+        image needs no program for it. This takes root here.
+
+        Raises:
+            SandboxError: It cannot be opened.
+        """
+        host, port = gateway_address(gateway)
+        pid = await self.process(name)
+        with ThreadPoolExecutor(1) as inside:
+            try:
+                door = await asyncio.wrap_future(inside.submit(_listen_inside, pid, port))
+            except OSError as error:
+                raise SandboxError(
+                    f"no socket can be opened in the network of a container ({error}), so a program "
+                    "in it cannot reach the model: run as root, or use an agent outside of it"
+                ) from error
+        server = await asyncio.start_server(relay(host, port), sock=door)
+        try:
+            yield
+        finally:
+            server.close()
+
+    async def remove(self, name: str) -> None:
+        """Remove a container with its processes and volumes, if it is there."""
+        await self.call("rm", "--force", "--volumes", name)
+
+    async def call(
+        self,
+        *words: str,
+        environment: Mapping[str, str] | None = None,
+        seconds: float | None = _PATIENCE,
+        output: int = 1_000_000,
+    ) -> CommandResult:
+        """Run a command of the client."""
+        process = await asyncio.create_subprocess_exec(
+            self.program,
+            *self.options,
+            *words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **(environment or {})},
+            start_new_session=True,  # Ctrl-C is for us
+        )
+        assert process.stdout is not None and process.stderr is not None
+        reading = asyncio.gather(
+            _read(process.stdout, output), _read(process.stderr, output), process.wait()
+        )
+        try:
+            (out, cut), (err, more), status = await asyncio.wait_for(reading, seconds)
+        except TimeoutError:
+            said = f"{self.kind} {words[0]} took longer than {seconds:g} s".encode()
+            return CommandResult(128 + signal.SIGKILL, b"", said, timed_out=True)
+        finally:
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    process.kill()
+                await _shielded(process.wait())
+        return CommandResult(status if status >= 0 else 128 - status, out, err, cut or more)
+
+    async def remove_leftovers(self) -> None:
+        """Remove containers and temporary folders of processes of this machine that have ended."""
+        listed = await self.call(
+            "ps", "--all", "--filter", f"label={PREFIX}={_machine()}", "--format", "{{.Names}}"
+        )
+        left = [name for name in listed.stdout.decode().split() if not _alive(name)]
+        if left:
+            logger.warning("removing %d containers of processes that were killed", len(left))
+            await self.call("rm", "--force", "--volumes", *left)
+        for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}-*"):
+            if not _alive(folder.name):
+                remove_folder(folder)
+
+    def _watch(self) -> None:
+        self._watcher = subprocess.Popen(
+            ["sh", "-c", _WATCHER, "sh", self.program, *self.options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "OWNER": self.owner, "TMPDIR": tempfile.gettempdir()},
+            start_new_session=True,
+        )
+
+    def close(self) -> None:
+        """Remove all containers of this process; blocks until they are gone."""
+        watcher, self._watcher = self._watcher, None
+        if watcher is None:
+            return
+        watcher.communicate(b"close\n")
+
+
+async def _read(stream: asyncio.StreamReader, most: int) -> tuple[bytes, bool]:
+    """What a stream has, up to a number of bytes, and whether there was more."""
+    kept, cut = bytearray(), False
+    while data := await stream.read(65536):
+        cut = cut or len(kept) + len(data) > most
+        kept += data[: most - len(kept)]
+    return bytes(kept), cut
+
+
+async def _shielded(work: Coroutine[Any, Any, Any]) -> None:
+    """Finish `work`, even if this is cancelled."""
+    running = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await running
+        raise
+
+
+def _given_limits() -> tuple[str, ...]:
+    """Options that set limits to those of this process, which need not be raised for them."""
+    found = []
+    for name, (own, most) in _MOST.items():
+        hard = resource.getrlimit(own)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(hard, most)
+        found.append(f"--ulimit={name}={most}:{most}")
+    return tuple(found)
+
+
+def _listen_inside(pid: int, port: int) -> socket.socket:
+    """A listening socket in the network of another process; changes this thread's network."""
+    with open(f"/proc/{pid}/ns/net") as network:
+        os.setns(network.fileno(), os.CLONE_NEWNET)  # type: ignore[attr-defined]  # Python 3.12
+    return socket.create_server(("127.0.0.1", port))
+
+
+def _variables(given: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Variables for the client, and its options that pass them on: their values stay out of the
+    list of processes, unless the client has such a variable itself."""
+    own = {name: value for name, value in given.items() if name not in os.environ}
+    words = [name if name in own else f"{name}={value}" for name, value in given.items()]
+    return own, [f"--env={word}" for word in words]
+
+
+def _machine() -> str:
+    """This machine, or namespace of processes, in which process ids have their meaning."""
+    with suppress(OSError):
+        return f"{socket.gethostname()}-{os.stat('/proc/self/ns/pid').st_ino}"
+    return socket.gethostname()
+
+
+def _started(pid: int) -> str:
+    """When a process started, so that another one with its id is not taken for it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return "0"
+
+
+def _alive(name: str) -> bool:
+    """Whether the process that a name of `PREFIX-PID-START-...` belongs to is running."""
+    pid, started = name.removeprefix(f"{PREFIX}-").split("-")[:2]
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return _started(int(pid)) == started
+
+
+def owned_folder() -> Path:
+    """A temporary folder that is removed at the next start if this process is killed."""
+    own = f"{PREFIX}-{os.getpid()}-{_started(os.getpid())}-"
+    return Path(tempfile.mkdtemp(prefix=own))
