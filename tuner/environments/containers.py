@@ -252,7 +252,6 @@ class ContainerEngine:
         *,
         environment: Mapping[str, str] | None = None,
         network: bool = False,
-        workdir: str | None = None,
     ) -> str:
         """Start a container that does nothing; returns its name.
 
@@ -266,7 +265,6 @@ class ContainerEngine:
         words = self._basic()[network:]
         for limited, more in limits.words().items():
             words += [] if limited in self.unlimited else more
-        words += [] if workdir is None else ["--workdir", workdir]
         own, variables = _variables(environment or {})
         try:
             async with self._starting:

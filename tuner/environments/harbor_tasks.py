@@ -48,6 +48,7 @@ from tuner.runs.environment import Environment
 from tuner.tasks.functions import JudgeOutput, WorkflowOutput, shown
 from tuner.tasks.loading import function_of
 
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # or it downloads a table of prices
 try:
     from harbor.agents.factory import AgentFactory
     from harbor.environments.base import BaseEnvironment, ExecResult, transfer_tar_filter
@@ -178,11 +179,13 @@ class ContainerSandbox(BaseEnvironment):  # type: ignore[misc]  # harbor has no 
             replace(self._containers.limits, **given),
             environment=self._startup_env(),
             network=not self._network_disabled,
-            workdir=config.workdir,
         )
-        made = await self.ensure_dirs(_LOGS)
-        if made is None or made.return_code:
-            said = "" if made is None else (made.stderr or made.stdout)
+        folders = self._ensure_dirs_command(_LOGS)
+        if config.workdir:
+            folders += f" && mkdir -p {shlex.quote(config.workdir)}"
+        made = await self._engine.exec(self._name, folders, user="root")
+        if made.status:
+            said = (made.stderr or made.stdout).decode(errors="replace").strip()
             raise SandboxError(f"the image {image!r} cannot be used, it needs bash: {said}")
         await self._upload_environment_dir_after_start()
 
@@ -651,6 +654,7 @@ class Harbor(Environment):
             "trial_paths": paths,
             "task_env_config": config,
             "network_policy": policy,
+            "logger": logger,
             "auto_mounts": [
                 {"type": "bind", "source": str(source), "target": str(target)}
                 for source, target in zip(
@@ -742,7 +746,7 @@ class Harbor(Environment):
         if name == AgentName.ORACLE.value:
             own = {"task_dir": sandbox.task.task_dir, "trial_paths": sandbox.paths}
         agent = AgentFactory.create_agent_from_config(
-            config, logs_dir=sandbox.paths.agent_dir, **own
+            config, logs_dir=sandbox.paths.agent_dir, logger=logger, **own
         )
         context = AgentContext()
         with sandbox.environment.scoped_exec_env(dict(config.env)):
@@ -801,7 +805,7 @@ class Harbor(Environment):
 async def _verified(sandbox: TaskSandbox) -> dict[str, float]:
     """The rewards of a task's tests; raises RewardError."""
     config = sandbox.task.config.verifier
-    verifier = Verifier(sandbox.task, sandbox.paths, sandbox.environment)
+    verifier = Verifier(sandbox.task, sandbox.paths, sandbox.environment, logger=logger)
     try:
         with sandbox.environment.with_default_user(config.user):
             async with asyncio.timeout(config.timeout_sec) as limit:
