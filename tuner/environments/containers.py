@@ -52,6 +52,8 @@ _WAYS: dict[str, tuple[tuple[tuple[str, ...], bool], ...]] = {
     "docker": (((), False), ((), True)),
 }
 _MOST = {"nofile": (resource.RLIMIT_NOFILE, 1 << 20), "nproc": (resource.RLIMIT_NPROC, 30_000)}
+_FOUND: dict[str, tuple[tuple[str, ...], tuple[str, ...], set[str]]] = {}
+"""Options and limits that were found, by program."""
 # Its first process: it ends at once when it is told to, and waits for the orphans of others.
 _IDLE = ("sh", "-c", "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done")
 # Removes what has this label when its standard input ends; if nobody said "close", a client that was
@@ -181,6 +183,9 @@ class ContainerEngine:
 
     async def _adapt(self, image: str, limits: ContainerLimits) -> None:
         """Find the options with which a container starts, and the limits that hold here."""
+        if self.program in _FOUND:
+            self.options, self.limits, self.unlimited = _FOUND[self.program]
+            return
 
         async def trial(*more: str) -> str:
             done = await self.call("run", "--rm", *self._basic(), *more, image, "true")
@@ -205,6 +210,7 @@ class ContainerEngine:
                     name,
                     problem.splitlines()[-1][-300:],
                 )
+        _FOUND[self.program] = self.options, self.limits, self.unlimited
 
     def _basic(self) -> list[str]:
         own = (self.owner, f"{PREFIX}={_machine()}")
@@ -266,19 +272,24 @@ class ContainerEngine:
         for limited, more in limits.words().items():
             words += [] if limited in self.unlimited else more
         own, variables = _variables(environment or {})
-        try:
-            async with self._starting:
-                done = await self.call(
-                    "run", "--detach", "--name", name, *words, *variables, image, *_IDLE,
-                    environment=own,
-                )  # fmt: skip
-            if done.status:
-                said = done.stderr.decode(errors="replace").strip()
-                raise SandboxError(f"{self.kind} did not start {image!r}: {said[-500:]}")
-        except BaseException:
-            await _shielded(self.remove(name))
-            raise
+        start = ("run", "--detach", "--name", name, *words, *variables, image, *_IDLE)
+        async with self._starting:
+            # Ending a client that is about to start one would leave parts of it.
+            running = asyncio.ensure_future(self.call(*start, environment=own))
+            try:
+                done = await asyncio.shield(running)
+            except asyncio.CancelledError:
+                await _shielded(self._undone(running, name))
+                raise
+        if done.status:
+            await self.remove(name)
+            said = done.stderr.decode(errors="replace").strip()
+            raise SandboxError(f"{self.kind} did not start {image!r}: {said[-500:]}")
         return name
+
+    async def _undone(self, running: asyncio.Future[CommandResult], name: str) -> None:
+        await running
+        await self.remove(name)
 
     async def exec(
         self,

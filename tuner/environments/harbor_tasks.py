@@ -511,11 +511,13 @@ class HarborOutput:
         said: The agent's last words.
         sandbox: None once it was judged.
         failure: Why the judge could not, which it says again.
+        unjudged: Removes the sandbox of a response that is dropped.
     """
 
     said: str
     sandbox: TaskSandbox | None = field(repr=False)
     failure: RewardError | None = None
+    unjudged: weakref.finalize[..., Any] | None = field(default=None, repr=False)
 
     def get_text_content(self) -> str:
         """The text that the trace stores."""
@@ -705,7 +707,8 @@ class Harbor(Environment):
             pool.drop(sandbox)
             raise
         output = HarborOutput("" if said is None else str(said), sandbox)
-        weakref.finalize(output, pool.drop, sandbox).atexit = False
+        output.unjudged = weakref.finalize(output, pool.drop, sandbox)
+        output.unjudged.atexit = False
         return WorkflowOutput(response=output, metrics=metrics)
 
     async def _run_agent(self, task: dict[str, Any], sandbox: TaskSandbox, model: Any) -> Any:
@@ -769,10 +772,10 @@ class Harbor(Environment):
                 f"the response is {shown(response)}: a task's tests run in its container, which "
                 "exists only during the rollout"
             )
-        response.sandbox = None
-        reused = False
+        response.sandbox, reused = None, False
+        response.unjudged.detach()
         try:
-            rewards = await _verified(sandbox)
+            reward, others = await _verified(sandbox, self._reward)
             reused = sandbox.task.config.metadata.get("reuse") is True
         except RewardError as error:
             response.failure = error
@@ -780,14 +783,6 @@ class Harbor(Environment):
         finally:
             feedback = _tests_said(sandbox)
             pool.give_back(sandbox) if reused else pool.drop(sandbox)
-        name = self._reward if len(rewards) > 1 else next(iter(rewards), "")
-        if name not in rewards:
-            raise RewardError(
-                f"the tests of {sandbox.task.name} give {', '.join(rewards) or 'nothing'}: set "
-                "reward to the one that counts"
-            )
-        reward = float(rewards.pop(name))
-        others = {f"reward_{other}": float(value) for other, value in rewards.items()}
         return JudgeOutput(reward=reward, metrics=others or None, feedback=feedback)
 
     async def close(self) -> None:
@@ -802,26 +797,33 @@ class Harbor(Environment):
             remove(folder)
 
 
-async def _verified(sandbox: TaskSandbox) -> dict[str, float]:
-    """The rewards of a task's tests; raises RewardError."""
-    config = sandbox.task.config.verifier
+async def _verified(sandbox: TaskSandbox, key: str) -> tuple[float, dict[str, float]]:
+    """The reward of a task's tests, and their others; raises RewardError."""
+    name, config = sandbox.task.name, sandbox.task.config.verifier
     verifier = Verifier(sandbox.task, sandbox.paths, sandbox.environment, logger=logger)
     try:
         with sandbox.environment.with_default_user(config.user):
             async with asyncio.timeout(config.timeout_sec) as limit:
-                result = await verifier.verify()
+                rewards = dict((await verifier.verify()).rewards or {})
     except Exception as error:
         if isinstance(error, TimeoutError) and limit.expired():
             raise RewardTimeout(
-                f"the tests of {sandbox.task.name} took longer than {config.timeout_sec:g} s "
+                f"the tests of {name} took longer than {config.timeout_sec:g} s "
                 "(verifier.timeout_sec)"
             ) from None
+        why = "".join(f": {type(one).__name__}: {one}" for one in (error, error.__cause__) if one)
         said = _tests_said(sandbox)
         raise RewardError(
-            f"the tests of {sandbox.task.name} gave no reward: {type(error).__name__}: {error}"
-            + (f"\nThey said: {said}" if said else "")
+            f"the tests of {name} gave no reward{why}" + (f"\nThey said: {said}" if said else "")
         ) from error
-    return dict(result.rewards or {})
+    key = key if len(rewards) > 1 else next(iter(rewards), key)
+    if key not in rewards:
+        raise RewardError(
+            f"the tests of {name} give {', '.join(rewards) or 'nothing'}: set reward to the one "
+            "that counts"
+        )
+    reward = float(rewards.pop(key))
+    return reward, {f"reward_{other}": float(value) for other, value in rewards.items()}
 
 
 def _tests_said(sandbox: TaskSandbox) -> str | None:

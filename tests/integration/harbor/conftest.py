@@ -6,6 +6,7 @@ import importlib.util
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,14 @@ def nothing_is_left(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.setenv("TMPDIR", str(temporary))
     yield
+    wait_for_nothing()
+
+
+def wait_for_nothing(seconds: float = 15) -> None:
+    """Check that nothing is left, or not for long."""
+    until = time.monotonic() + seconds
+    while left() != NOTHING and time.monotonic() < until:
+        time.sleep(0.1)
     assert left() == NOTHING
 
 

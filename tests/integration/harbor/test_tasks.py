@@ -76,7 +76,7 @@ async def test_a_model_solves_it_with_two_tools(name, harbor):
 PROGRAM = """
 exec 3<>/dev/tcp/127.0.0.1/$(echo $OPENAI_BASE_URL | tr -dc '0-9\\n' | sed 's/^127001//; s/1$//')
 body='{"model": "'$OPENAI_MODEL'", "messages": [{"role": "user", "content": "{prompt}"}]}'
-printf 'POST /v1/chat/completions HTTP/1.1\\r\\nHost: x\\r\\nConnection: close\\r\\n' >&3
+printf 'POST /v1/chat/completions HTTP/1.1\\r\\nHost: 127.0.0.1\\r\\nConnection: close\\r\\n' >&3
 printf 'Authorization: Bearer %s\\r\\nContent-Type: application/json\\r\\n' $OPENAI_API_KEY >&3
 printf 'Content-Length: %s\\r\\n\\r\\n%s' ${#body} "$body" >&3
 grep -o hello <&3 | head -1 >greeting.txt
@@ -87,11 +87,11 @@ grep -c : /proc/net/dev
 
 async def test_a_program_in_the_container_reaches_the_model_and_nothing_else(task_of, harbor):
     environment = harbor(task_of(), agent=["bash", "-c", PROGRAM.replace("{prompt}", "greet")])
-    async with gateway_of(StubEngine(answer="hello")) as gateway:
+    async with gateway_of(StubEngine(["hello"])) as gateway:
         session = gateway.open_session("rollout")
         output, judged = await rewarded(environment, model=PlainChatModel(session))
         calls = session.seal()
-    assert (judged.reward, len(calls)) == (1, 1)
+    assert (judged.reward, len(calls)) == (1, 1), output
     assert output.response.said == "1"  # the loopback is all of its network
 
 
@@ -248,7 +248,7 @@ def test_wrong_arguments_are_refused(task_of, tmp_path):
         ({"network": "some"}, "network is 'some'"),
         ({"sandbox": "jail"}, "sandbox is 'jail': expected 'local', .*daytona.*e2b.*modal"),
         ({"limits": {"memory": 1}}, "its keys are cpus, memory_mb"),
-        ({"agent": 3}, "agent is 3: expected .*terminus-2"),
+        ({"agent": 3}, "agent is 3 .*: expected .*terminus-2"),
         ({"agent_options": {"turn": 3}}, "agent_options: .*turn"),
     ):
         with pytest.raises(ConfigError, match=said):
