@@ -2,9 +2,11 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import psutil
@@ -81,15 +83,17 @@ def small_disk(tmp_path, monkeypatch):
     """Containers are stored in 40 MiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
+    state = tempfile.mkdtemp(dir="/run")  # the paths of its sockets must be short
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "none", disk], check=True)
     store = podman("info", "--format", "{{.Store.GraphRoot}}").strip()
     (tmp_path / "storage.conf").write_text(
-        f'[storage]\ndriver = "overlay"\ngraphroot = "{disk}/graph"\nrunroot = "{disk}/run"\n'
+        f'[storage]\ndriver = "overlay"\ngraphroot = "{disk}/graph"\nrunroot = "{state}"\n'
         f'[storage.options]\nadditionalimagestores = ["{store}"]\n'
     )
     with monkeypatch.context() as patch:
         patch.setenv("CONTAINERS_STORAGE_CONF", str(tmp_path / "storage.conf"))
         yield
+    shutil.rmtree(state)
     subprocess.run(["umount", disk], check=True)
 
 
