@@ -1,13 +1,8 @@
 """Containers by podman or docker, through the client's commands: created, used and always removed.
 
-    engine = await ContainerEngine.of(pulled, ContainerLimits(memory_mb=512))
-    name = await engine.create(image, ContainerLimits(cpus=1, memory_mb=512))
-    finished = await engine.exec(name, "ls /app", seconds=10)
-    await engine.remove(name)
-
-A container has no network unless it is given one. Its name says which process of this machine it
-belongs to. A watcher removes the containers of a process that ends in any way, also by SIGKILL, and
-each new engine those of processes that ended with their watcher.
+A container has no network unless it is given one, and its name says which process of this machine
+it belongs to. A watcher removes the containers of a process that ends in any way, also by SIGKILL;
+each new engine removes those of processes that were killed together with their watcher.
 """
 
 from __future__ import annotations
@@ -36,12 +31,11 @@ from tuner.rewards.sandbox import remove as remove_folder
 logger = logging.getLogger("tuner.environments")
 PREFIX = "tuner-box"
 """Beginning of the names of containers, and of temporary folders beside them."""
-_PATIENCE = 120.0
-"""Time limit in seconds of a command of the client that runs nothing of the task's."""
-_GRACE = 15.0
+_PATIENCE = 120.0  # seconds for a command of the client
+_GRACE = 15.0  # more for one that has a time limit inside
 _STARTS_AT_ONCE = 4
-# Options of the client, and whether limits are set to what this process may give. The first works on
-# most machines; the others with hybrid cgroups, an old crun, or limits that cannot be raised.
+# Options of the client, and whether limits are set to what this process may give. The first works
+# on most machines; the others with hybrid cgroups, an old crun, or limits that cannot be raised.
 _WAYS: dict[str, tuple[tuple[tuple[str, ...], bool], ...]] = {
     "podman": (
         ((), False),
@@ -56,8 +50,8 @@ _FOUND: dict[str, tuple[tuple[str, ...], tuple[str, ...], set[str]]] = {}
 """Options and limits that were found, by program."""
 # Its first process: it ends at once when it is told to, and waits for the orphans of others.
 _IDLE = ("sh", "-c", "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done")
-# Removes what has this label when its standard input ends; if nobody said "close", a client that was
-# about to create something may still do so.
+# Removes what has this label when its standard input ends; if nobody said "close", a client that
+# was about to create something may still do so.
 _WATCHER = """
 trap '' INT TERM HUP
 read word
@@ -73,14 +67,8 @@ rm -rf "${TMPDIR:-/tmp}/$OWNER"-*
 
 @dataclass(frozen=True)
 class ContainerLimits:
-    """Limits of a container; None: none.
-
-    Attributes:
-        cpus: Cores.
-        memory_mb: MiB of memory, without swap.
-        disk_mb: MiB that it may write, where the storage driver can count them.
-        processes: Number of concurrent processes and threads.
-    """
+    """Cores, MiB of memory without swap, MiB that may be written, and number of processes; None:
+    not limited."""
 
     cpus: float | None = None
     memory_mb: int | None = None
@@ -90,29 +78,22 @@ class ContainerLimits:
     def words(self) -> dict[str, list[str]]:
         """The client's options, by what they limit."""
         given = {
-            "cpus": [f"--cpus={self.cpus}"],
-            "memory": [f"--memory={self.memory_mb}m", f"--memory-swap={self.memory_mb}m"],
-            "disk": [f"--storage-opt=size={self.disk_mb}m"],
-            "processes": [f"--pids-limit={self.processes}"],
+            "cpus": (self.cpus, ["--cpus={}"]),
+            "memory": (self.memory_mb, ["--memory={}m", "--memory-swap={}m"]),
+            "disk": (self.disk_mb, ["--storage-opt=size={}m"]),
+            "processes": (self.processes, ["--pids-limit={}"]),
         }
-        values = (self.cpus, self.memory_mb, self.disk_mb, self.processes)
         return {
-            name: words
-            for (name, words), value in zip(given.items(), values, strict=True)
+            name: [word.format(value) for word in words]
+            for name, (value, words) in given.items()
             if value is not None
         }
 
 
 @dataclass(frozen=True)
 class CommandResult:
-    """Result of a command.
-
-    Attributes:
-        status: Its exit status as in a shell.
-        stdout, stderr: Its output, up to a limit.
-        cut: Whether there was more output than the limit, which is discarded.
-        timed_out: Whether it was ended at its time limit.
-    """
+    """A command's exit status as in a shell, its output up to a limit, whether there was more, and
+    whether it was ended at its time limit."""
 
     status: int
     stdout: bytes
@@ -120,17 +101,17 @@ class CommandResult:
     cut: bool = False
     timed_out: bool = False
 
+    @property
+    def problem(self) -> str:
+        """The end of what it said about its failure; empty if it has not failed."""
+        said = (self.stderr.strip() or self.stdout.strip()).decode(errors="replace")
+        return (said[-800:] or f"status {self.status}") if self.status else ""
+
 
 @dataclass
 class ContainerEngine:
-    """A client that works here.
-
-    Attributes:
-        program: Its path.
-        options: Its options before a command.
-        limits: Its options for limits of each process.
-        unlimited: What it cannot limit here.
-    """
+    """A client that works here: its path, its options before a command, its options for limits of
+    each process, and what it cannot limit here."""
 
     program: str
     options: tuple[str, ...] = ()
@@ -139,13 +120,10 @@ class ContainerEngine:
     _watcher: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        self.owner = f"{PREFIX}-{os.getpid()}-{_started(os.getpid())}"
+        self.kind = Path(self.program).name
         self._starting = asyncio.Semaphore(_STARTS_AT_ONCE)
-
-    @property
-    def kind(self) -> str:
-        """ "podman" or "docker"."""
-        return Path(self.program).name
+        self._owner = _owner()
+        self._labels = [f"--label={self._owner}", f"--label={PREFIX}={_machine()}"]
 
     @classmethod
     async def of(
@@ -155,11 +133,11 @@ class ContainerEngine:
         *,
         kind: str | None = None,
     ) -> ContainerEngine:
-        """The first client that can run a container of an image, with the limits.
+        """The first client that can run a container of an image.
 
         Args:
             image: Pulls or builds the image with a client, and returns its name.
-            limits: Limits that are tried.
+            limits: Limits that are tried; one that does not hold here is warned of.
             kind: "podman" or "docker"; None: whichever works.
 
         Raises:
@@ -176,7 +154,7 @@ class ContainerEngine:
             except SandboxError as error:
                 refused.append(str(error))
                 continue
-            await engine.remove_leftovers()
+            await engine._remove_leftovers()
             engine._watch()
             return engine
         raise MissingDependencyError(f"no container can be started: {'; '.join(refused)}")
@@ -188,90 +166,64 @@ class ContainerEngine:
             return
 
         async def trial(*more: str) -> str:
-            done = await self.call("run", "--rm", *self._basic(), *more, image, "true")
-            return done.stderr.decode(errors="replace").strip() if done.status else ""
+            words = ("--network=none", *self.limits, *self._labels, *more)
+            return (await self.call("run", "--rm", *words, image, "true")).problem
 
         problem = ""
-        for self.options, limited in _WAYS[self.kind]:
-            self.limits = _given_limits() if limited else ()
+        for options, limited in _WAYS[self.kind]:
+            self.options, self.limits = options, _given_limits() if limited else ()
             if not (problem := await trial()):
                 break
         else:
-            raise SandboxError(f"{self.kind} cannot start {image!r}: {problem[-500:]}")
-        together = {name: words for name, words in limits.words().items() if name != "disk"}
-        if not await trial(*(word for words in together.values() for word in words)):
-            together = {}
-        for name, words in {**together, "disk": ["--storage-opt=size=64m"]}.items():
+            raise SandboxError(f"{self.kind} cannot start {image!r}: {problem}")
+        for name, words in {**limits.words(), "disk": ["--storage-opt=size=64m"]}.items():
             if problem := await trial(*words):
                 self.unlimited.add(name)
                 logger.warning(
                     "%s cannot limit %s here, so containers run without that limit: %s",
                     self.kind,
                     name,
-                    problem.splitlines()[-1][-300:],
+                    problem.splitlines()[-1],
                 )
         _FOUND[self.program] = self.options, self.limits, self.unlimited
 
-    def _basic(self) -> list[str]:
-        own = (self.owner, f"{PREFIX}={_machine()}")
-        return ["--network=none", "--stop-timeout=0", *self.limits, *(f"--label={x}" for x in own)]
-
     async def pull(self, image: str, *, seconds: float) -> None:
-        """Pull an image, unless the client has it.
-
-        Raises:
-            SandboxError: It cannot be pulled within `seconds`.
-        """
-        if (await self.call("image", "inspect", image)).status == 0:
-            return
-        pulled = await self.call("pull", image, seconds=seconds)
-        if pulled.status:
-            problem = pulled.stderr.decode(errors="replace").strip()[-500:]
-            raise SandboxError(f"{self.kind} has no image {image!r}, and cannot pull it: {problem}")
+        """Pull an image, unless the client has it; raises SandboxError."""
+        if (await self.call("image", "inspect", image)).status:
+            await self._must(f"has no image {image!r}", "pull", image, seconds=seconds)
 
     async def build(self, folder: Path, tag: str, *, seconds: float) -> None:
-        """Build an image from a folder's Dockerfile, unless the client has one of this tag.
-
-        Raises:
-            SandboxError: It cannot be built within `seconds`.
-        """
+        """Build an image from a folder's Dockerfile, unless the client has one of this tag; raises
+        SandboxError."""
         if (await self.call("image", "inspect", tag)).status == 0:
             return
-        until = time.monotonic() + seconds
-        ways: tuple[tuple[str, ...], ...] = ((),)
-        if self.kind == "podman":  # chroot needs no runtime; layers that were built are kept
-            ways = ((), ("--isolation=chroot", *_given_limits()))
-        for way in ways:
-            left = until - time.monotonic()
-            built = await self.call("build", *way, "--tag", tag, str(folder), seconds=left)
-            if built.status == 0:
-                return
-            if built.timed_out:
-                raise SandboxError(f"{folder}/Dockerfile was not built within {seconds:g} s")
-        said = (built.stderr or built.stdout).decode(errors="replace").strip()
-        raise SandboxError(f"{self.kind} cannot build {folder}/Dockerfile: {said[-1000:]}")
+        words, until = ("--tag", tag, str(folder)), time.monotonic() + seconds
+        built = await self.call("build", *words, seconds=seconds)
+        if built.status and not built.timed_out and self.kind == "podman":
+            # This needs no runtime; the layers that were built are kept.
+            words = ("--isolation=chroot", *_given_limits(), *words)
+            built = await self.call("build", *words, seconds=until - time.monotonic())
+        if built.status:
+            raise SandboxError(f"{self.kind} cannot build {folder}/Dockerfile: {built.problem}")
 
     async def create(
         self,
         image: str,
         limits: ContainerLimits,
         *,
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str],
         network: bool = False,
     ) -> str:
-        """Start a container that does nothing; returns its name.
-
-        Args:
-            network: Whether it has the client's usual network.
-
-        Raises:
-            SandboxError: It did not start.
-        """
-        name = f"{self.owner}-{os.urandom(6).hex()}"
-        words = self._basic()[network:]
+        """Start a container that does nothing, with the client's usual network or none; returns its
+        name. Raises SandboxError."""
+        name = f"{self._owner}-{os.urandom(6).hex()}"
+        words = [*self.limits, *self._labels, "--stop-timeout=0", "--ulimit=core=0"]
+        words += [] if network else ["--network=none"]
         for limited, more in limits.words().items():
             words += [] if limited in self.unlimited else more
-        own, variables = _variables(environment or {})
+        if "disk" in self.unlimited and limits.disk_mb is not None:
+            words.append(f"--ulimit=fsize={limits.disk_mb * 2**20}")  # of a single file, at least
+        own, variables = _variables(environment)
         start = ("run", "--detach", "--name", name, *words, *variables, image, *_IDLE)
         async with self._starting:
             # Ending a client that is about to start one would leave parts of it.
@@ -279,15 +231,14 @@ class ContainerEngine:
             try:
                 done = await asyncio.shield(running)
             except asyncio.CancelledError:
-                await _shielded(self._undone(running, name))
+                await _finished(self._removed_after(running, name))
                 raise
         if done.status:
             await self.remove(name)
-            said = done.stderr.decode(errors="replace").strip()
-            raise SandboxError(f"{self.kind} did not start {image!r}: {said[-500:]}")
+            raise SandboxError(f"{self.kind} did not start {image!r}: {done.problem}")
         return name
 
-    async def _undone(self, running: asyncio.Future[CommandResult], name: str) -> None:
+    async def _removed_after(self, running: asyncio.Future[CommandResult], name: str) -> None:
         await running
         await self.remove(name)
 
@@ -300,83 +251,59 @@ class ContainerEngine:
         environment: Mapping[str, str] | None = None,
         workdir: str | None = None,
         user: str | int | None = None,
-        output: int = 1_000_000,
     ) -> CommandResult:
-        """Run a command of bash in a container.
-
-        Args:
-            seconds: Time limit, after which the command and its children are killed.
-            output: Bytes of each stream that are kept.
-        """
-        own, variables = _variables(environment or {})
-        words = [] if workdir is None else ["--workdir", workdir]
+        """Run a command of bash in a container; its time limit kills it with its children."""
+        own, words = _variables(environment or {})
+        words += [] if workdir is None else ["--workdir", workdir]
         words += [] if user is None else ["--user", str(user)]
-        # In the container: ending the client would leave the command running.
+        # Inside, since ending the client would leave the command running.
         limited = [] if seconds is None else ["timeout", "--signal=KILL", f"{seconds:.3f}"]
+        patience = None if seconds is None else seconds + _GRACE
         began = time.monotonic()
-        done = await self.call(
-            "exec", *words, *variables, name, *limited, "bash", "-c", command,
-            environment=own,
-            seconds=None if seconds is None else seconds + _GRACE,
-            output=output,
-        )  # fmt: skip
+        words += [name, *limited, "bash", "-c", command]
+        done = await self.call("exec", *words, environment=own, seconds=patience)
         late = seconds is not None and time.monotonic() - began >= seconds
-        ended = done.status == 128 + signal.SIGKILL and late
-        return CommandResult(
-            done.status, done.stdout, done.stderr, done.cut, done.timed_out or ended
-        )
+        killed = done.status == 128 + signal.SIGKILL and late
+        timed_out = done.timed_out or killed
+        return CommandResult(done.status, done.stdout, done.stderr, done.cut, timed_out)
 
-    async def copy_in(self, name: str, source: Path, target: str) -> None:
-        """Copy a file, or the content of a folder, into a container.
-
-        Raises:
-            SandboxError: It cannot be copied, because the disk is full, for example.
-        """
-        whole = f"{source}/." if source.is_dir() else str(source)
-        done = await self.call("cp", whole, f"{name}:{target}")
-        if done.status:
-            said = done.stderr.decode(errors="replace").strip()
-            raise SandboxError(f"{source} cannot be copied to {target}: {said[-500:]}")
+    async def copy_in(self, name: str, source: str, target: str) -> None:
+        """Copy a file, or with "/." at its end the content of a folder, into a container; raises
+        SandboxError."""
+        await self._must(f"cannot copy {source} to {target}", "cp", source, f"{name}:{target}")
 
     async def copy_out(self, name: str, source: str, *, limit: int) -> bytes:
-        """A file or folder of a container, as a tar archive.
-
-        Raises:
-            SandboxError: It cannot be read, or is larger than `limit` bytes.
-        """
-        done = await self.call("cp", f"{name}:{source}", "-", output=limit)
+        """A file or folder of a container as a tar archive; raises SandboxError, also if that is
+        larger than `limit` bytes."""
+        done = await self._must(
+            f"cannot copy {source}", "cp", f"{name}:{source}", "-", output=limit
+        )
         if done.cut:
             raise SandboxError(f"{source} is larger than {limit} bytes: it is not copied")
-        if done.status:
-            said = done.stderr.decode(errors="replace").strip()
-            raise SandboxError(f"{source} cannot be copied: {said[-500:]}")
         return done.stdout
 
-    async def process(self, name: str) -> int:
-        """The process id, outside, of a container's first process."""
-        done = await self.call("inspect", "--format", "{{.State.Pid}}", name)
-        return int(done.stdout or b"0")
+    async def remove(self, name: str) -> None:
+        """Remove a container with its processes and volumes, if it is there."""
+        await self.call("rm", "--force", "--volumes", name)
 
     @asynccontextmanager
     async def reaching(self, name: str, gateway: str) -> AsyncIterator[None]:
-        """Let programs in a container reach one address of this machine while the block runs, by
-        the URL that it has outside.
+        """Let programs in a container reach one address of this machine, by its URL here, while the
+        block runs.
 
         The socket is opened in the container's network by a thread of this process, so that the
-        image needs no program for it. This takes root here.
-
-        Raises:
-            SandboxError: It cannot be opened.
+        image needs no program for it. This takes root here. Raises SandboxError.
         """
         host, port = gateway_address(gateway)
-        pid = await self.process(name)
+        found = await self.call("inspect", "--format", "{{.State.Pid}}", name)
         with ThreadPoolExecutor(1) as inside:
             try:
+                pid = int(found.stdout or b"0")
                 door = await asyncio.wrap_future(inside.submit(_listen_inside, pid, port))
             except OSError as error:
                 raise SandboxError(
-                    f"no socket can be opened in the network of a container ({error}), so a program "
-                    "in it cannot reach the model: run as root, or use an agent outside of it"
+                    f"no socket can be opened in the network of a container ({error}), so a "
+                    "program in it cannot reach the model: run as root, or use an agent outside"
                 ) from error
         server = await asyncio.start_server(relay(host, port), sock=door)
         try:
@@ -384,9 +311,11 @@ class ContainerEngine:
         finally:
             server.close()
 
-    async def remove(self, name: str) -> None:
-        """Remove a container with its processes and volumes, if it is there."""
-        await self.call("rm", "--force", "--volumes", name)
+    async def _must(self, otherwise: str, *words: str, **more: Any) -> CommandResult:
+        done = await self.call(*words, **more)
+        if done.status:
+            raise SandboxError(f"{self.kind} {otherwise}: {done.problem}")
+        return done
 
     async def call(
         self,
@@ -395,18 +324,17 @@ class ContainerEngine:
         seconds: float | None = _PATIENCE,
         output: int = 1_000_000,
     ) -> CommandResult:
-        """Run a command of the client."""
+        """Run a command of the client; of each stream `output` bytes are kept."""
         process = await asyncio.create_subprocess_exec(
-            self.program,
-            *self.options,
-            *words,
+            *(self.program, *self.options, *words),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={**os.environ, **(environment or {})},
             start_new_session=True,  # Ctrl-C is for us
         )
-        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
         reading = asyncio.gather(
             _read(process.stdout, output), _read(process.stderr, output), process.wait()
         )
@@ -419,21 +347,17 @@ class ContainerEngine:
             if process.returncode is None:
                 with suppress(ProcessLookupError):
                     process.kill()
-                await _shielded(process.wait())
+                await _finished(process.wait())
         return CommandResult(status if status >= 0 else 128 - status, out, err, cut or more)
 
-    async def remove_leftovers(self) -> None:
+    async def _remove_leftovers(self) -> None:
         """Remove containers and temporary folders of processes of this machine that have ended."""
-        listed = await self.call(
-            "ps", "--all", "--filter", f"label={PREFIX}={_machine()}", "--format", "{{.Names}}"
-        )
-        left = [name for name in listed.stdout.decode().split() if not _alive(name)]
-        if left:
+        words = ("--filter", f"label={PREFIX}={_machine()}", "--format", "{{.Names}}")
+        listed = await self.call("ps", "--all", *words)
+        if left := [name for name in listed.stdout.decode().split() if not _alive(name)]:
             logger.warning("removing %d containers of processes that were killed", len(left))
             await self.call("rm", "--force", "--volumes", *left)
-        for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}-*"):
-            if not _alive(folder.name):
-                remove_folder(folder)
+        _remove_left_folders()
 
     def _watch(self) -> None:
         self._watcher = subprocess.Popen(
@@ -441,16 +365,15 @@ class ContainerEngine:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "OWNER": self.owner, "TMPDIR": tempfile.gettempdir()},
+            env={**os.environ, "OWNER": self._owner, "TMPDIR": tempfile.gettempdir()},
             start_new_session=True,
         )
 
     def close(self) -> None:
         """Remove all containers of this process; blocks until they are gone."""
         watcher, self._watcher = self._watcher, None
-        if watcher is None:
-            return
-        watcher.communicate(b"close\n")
+        if watcher is not None:
+            watcher.communicate(b"close\n")
 
 
 async def _read(stream: asyncio.StreamReader, most: int) -> tuple[bytes, bool]:
@@ -462,7 +385,7 @@ async def _read(stream: asyncio.StreamReader, most: int) -> tuple[bytes, bool]:
     return bytes(kept), cut
 
 
-async def _shielded(work: Coroutine[Any, Any, Any]) -> None:
+async def _finished(work: Coroutine[Any, Any, Any]) -> None:
     """Finish `work`, even if this is cancelled."""
     running = asyncio.ensure_future(work)
     try:
@@ -506,25 +429,32 @@ def _machine() -> str:
 
 def _started(pid: int) -> str:
     """When a process started, so that another one with its id is not taken for it."""
-    try:
+    with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return "0"
+    return "0"
+
+
+def _owner() -> str:
+    return f"{PREFIX}-{os.getpid()}-{_started(os.getpid())}"
 
 
 def _alive(name: str) -> bool:
     """Whether the process that a name of `PREFIX-PID-START-...` belongs to is running."""
     pid, started = name.removeprefix(f"{PREFIX}-").split("-")[:2]
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
+    with suppress(PermissionError):
+        try:
+            os.kill(int(pid), 0)
+        except ProcessLookupError:
+            return False
     return _started(int(pid)) == started
+
+
+def _remove_left_folders() -> None:
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}-*"):
+        if not _alive(folder.name):
+            remove_folder(folder)
 
 
 def owned_folder() -> Path:
     """A temporary folder that is removed at the next start if this process is killed."""
-    own = f"{PREFIX}-{os.getpid()}-{_started(os.getpid())}-"
-    return Path(tempfile.mkdtemp(prefix=own))
+    return Path(tempfile.mkdtemp(prefix=f"{_owner()}-"))

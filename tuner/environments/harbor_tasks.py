@@ -18,6 +18,7 @@ import logging
 import os
 import shlex
 import tarfile
+import tempfile
 import tomllib
 import weakref
 from collections import deque
@@ -87,29 +88,27 @@ class Containers:
     """The client that containers are started with, found at the first one, and its images."""
 
     def __init__(self, kind: str | None, limits: ContainerLimits) -> None:
-        self.limits = limits
-        self._kind = kind
+        self.limits, self._kind = limits, kind
         self._lock = asyncio.Lock()
         self._engine: ContainerEngine | None = None
         self._images: dict[str, str] = {}
 
     async def image(self, environment: BaseEnvironment) -> tuple[ContainerEngine, str]:
         """The client, and the name of a task's image, pulled or built once."""
-        config = environment.task_env_config
-        key = config.docker_image or environment.environment_id
+        config, content = environment.task_env_config, environment.environment_id
 
         async def get(engine: ContainerEngine) -> str:
-            seconds = config.build_timeout_sec
             if config.docker_image:
-                await engine.pull(config.docker_image, seconds=seconds)
+                await engine.pull(config.docker_image, seconds=config.build_timeout_sec)
                 return str(config.docker_image)
-            tag = f"localhost/tuner-harbor:{environment.environment_id}"
+            tag, seconds = f"localhost/tuner-harbor:{content}", config.build_timeout_sec
             await engine.build(environment.environment_dir, tag, seconds=seconds)
             return tag
 
         async with self._lock:
             if self._engine is None:
                 self._engine = await ContainerEngine.of(get, self.limits, kind=self._kind)
+            key = config.docker_image or content
             if key not in self._images:
                 self._images[key] = await get(self._engine)
             return self._engine, self._images[key]
@@ -124,10 +123,11 @@ class Containers:
 class ContainerSandbox(BaseEnvironment):  # type: ignore[misc]  # harbor has no types here
     """A container of podman or docker, without compose."""
 
+    engine: ContainerEngine
+    container = ""
+
     def __init__(self, *args: Any, containers: Containers, **kwargs: Any) -> None:
         self._containers = containers
-        self._engine: ContainerEngine | None = None
-        self._name = ""
         super().__init__(*args, **kwargs)
 
     @staticmethod
@@ -140,58 +140,41 @@ class ContainerSandbox(BaseEnvironment):  # type: ignore[misc]  # harbor has no 
 
     @classmethod
     def resource_capabilities(cls) -> EnvironmentResourceCapabilities:
-        return EnvironmentResourceCapabilities(
-            cpu_limit=True, memory_limit=True, fractional_cpus=True
-        )
+        able = ("cpu_limit", "memory_limit", "fractional_cpus")
+        return EnvironmentResourceCapabilities(**dict.fromkeys(able, True))
 
     def _validate_definition(self) -> None:
-        require_agent_environment_definition(
-            self.environment_dir, docker_image=self.task_env_config.docker_image
-        )
+        image = self.task_env_config.docker_image
+        require_agent_environment_definition(self.environment_dir, docker_image=image)
         if (self.environment_dir / "docker-compose.yaml").exists():
             raise ValueError(
                 "environment/docker-compose.yaml has several containers: set sandbox to one of "
-                "Harbor's that has compose, such as 'docker'"
+                "Harbor's that has compose, such as 'harbor-docker'"
             )
 
-    @property
-    def engine(self) -> ContainerEngine:
-        """The client, once the container has been started."""
-        assert self._engine is not None, "it is started first"
-        return self._engine
-
-    @property
-    def container(self) -> str:
-        """Name of the container."""
-        return self._name
-
     async def start(self, force_build: bool) -> None:
-        config = self.task_env_config
-        self._engine, image = await self._containers.image(self)
+        self.engine, image = await self._containers.image(self)
         own = {
             "cpus": self._effective_cpus,
             "memory_mb": self._effective_memory_mb,
             "disk_mb": self._effective_storage_mb,
         }
         given = {name: value for name, value in own.items() if value is not None}
-        self._name = await self._engine.create(
-            image,
-            replace(self._containers.limits, **given),
-            environment=self._startup_env(),
-            network=not self._network_disabled,
+        limits = replace(self._containers.limits, **given)
+        self.container = await self.engine.create(
+            image, limits, environment=self._startup_env(), network=not self._network_disabled
         )
         folders = self._ensure_dirs_command(_LOGS)
-        if config.workdir:
-            folders += f" && mkdir -p {shlex.quote(config.workdir)}"
-        made = await self._engine.exec(self._name, folders, user="root")
+        if self.task_env_config.workdir:
+            folders += f" && mkdir -p {shlex.quote(self.task_env_config.workdir)}"
+        made = await self.engine.exec(self.container, folders, user="root")
         if made.status:
-            said = (made.stderr or made.stdout).decode(errors="replace").strip()
-            raise SandboxError(f"the image {image!r} cannot be used, it needs bash: {said}")
+            raise SandboxError(f"the image {image!r} needs bash: {made.problem}")
         await self._upload_environment_dir_after_start()
 
     async def stop(self, delete: bool) -> None:
-        if self._engine is not None and self._name:
-            await self._engine.remove(self._name)
+        if self.container:
+            await self.engine.remove(self.container)
 
     async def exec(
         self,
@@ -202,7 +185,7 @@ class ContainerSandbox(BaseEnvironment):  # type: ignore[misc]  # harbor has no 
         user: str | int | None = None,
     ) -> ExecResult:
         done = await self.engine.exec(
-            self._name,
+            self.container,
             command,
             seconds=timeout_sec,
             environment=self._merge_env(env),
@@ -212,30 +195,37 @@ class ContainerSandbox(BaseEnvironment):  # type: ignore[misc]  # harbor has no 
         stderr = done.stderr.decode(errors="replace")
         if done.timed_out:
             stderr += f"\nended at its time limit of {timeout_sec:g} s"
-        return ExecResult(
-            stdout=done.stdout.decode(errors="replace"), stderr=stderr, return_code=done.status
-        )
+        stdout = done.stdout.decode(errors="replace")
+        return ExecResult(stdout=stdout, stderr=stderr, return_code=done.status)
 
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
-        await self.exec(f"mkdir -p {shlex.quote(str(PurePosixPath(target_path).parent))}")
-        await self.engine.copy_in(self._name, Path(source_path), target_path)
+        await self._upload(str(source_path), target_path, str(PurePosixPath(target_path).parent))
 
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
-        await self.exec(f"mkdir -p {shlex.quote(target_dir)}", user="root")
-        await self.engine.copy_in(self._name, Path(source_dir), target_dir)
+        await self._upload(f"{source_dir}/.", target_dir, target_dir)
+
+    async def _upload(self, source: str, target: str, folder: str) -> None:
+        await self.exec(f"mkdir -p {shlex.quote(folder)}", user="root")
+        await self.engine.copy_in(self.container, source, target)
 
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
-        archive = await self.engine.copy_out(self._name, source_path, limit=_COPIED_BYTES)
-        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-            content = tar.extractfile(tar.getmembers()[0])
-            if content is None:
-                raise SandboxError(f"{source_path} is no file")
-            Path(target_path).write_bytes(content.read())
+        with await self._archive(source_path) as tar:
+            _extract_file(tar, Path(target_path))
 
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
-        archive = await self.engine.copy_out(self._name, f"{source_dir}/.", limit=_COPIED_BYTES)
-        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        with await self._archive(f"{source_dir}/.") as tar:
             tar.extractall(target_dir, filter=transfer_tar_filter)
+
+    async def _archive(self, source: str) -> tarfile.TarFile:
+        found = await self.engine.copy_out(self.container, source, limit=_COPIED_BYTES)
+        return tarfile.open(fileobj=io.BytesIO(found))
+
+
+def _extract_file(tar: tarfile.TarFile, target: Path) -> None:
+    content = tar.extractfile(tar.getmembers()[0])
+    if content is None:
+        raise SandboxError(f"{tar.getmembers()[0].name} is not a file")
+    target.write_bytes(content.read())
 
 
 # What an agent does, and what its sandbox is.
@@ -243,13 +233,7 @@ class ContainerSandbox(BaseEnvironment):  # type: ignore[misc]  # harbor has no 
 
 @dataclass(eq=False)
 class TaskSandbox:
-    """A started sandbox of a task.
-
-    Attributes:
-        task: Harbor's.
-        environment: Harbor's, or ours with its interface.
-        paths: Folders for its logs on this machine.
-    """
+    """A sandbox of a task, behind Harbor's interface, and the folders for its logs here."""
 
     task: Task
     environment: BaseEnvironment
@@ -265,38 +249,40 @@ class TaskSandbox:
 
 
 class Terminal:
-    """The computer that an agent works on.
+    """The computer that an agent works on; `environment` is Harbor's object for it.
 
-    Attributes:
-        environment: Harbor's environment.
+    Args:
         seconds: Time limit of a command.
     """
 
     def __init__(self, environment: BaseEnvironment, seconds: float) -> None:
         self.environment, self.seconds = environment, seconds
 
-    async def run(self, command: str, *, timeout: float | None = None) -> ExecResult:
+    async def run(
+        self,
+        command: str,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109  # it holds in the container
+    ) -> ExecResult:
         """Run a command of bash; the result has `stdout`, `stderr` and `return_code`."""
         seconds = self.seconds if timeout is None else timeout
         return await self.environment.exec(command, timeout_sec=seconds)
 
     async def read(self, path: str) -> str:
-        """The text of a file."""
-        folder = owned_folder()
-        try:
-            await self.environment.download_file(path, folder / "file")
-            return (folder / "file").read_text("utf-8", "replace")
-        finally:
-            remove(folder)
+        """The text of a file; raises FileNotFoundError."""
+        done = await self.environment.exec(f"cat {shlex.quote(path)}")
+        if done.return_code:
+            raise FileNotFoundError((done.stderr or path).strip())
+        return done.stdout or ""
 
     async def write(self, path: str, text: str) -> None:
         """Write a text to a file."""
-        folder = owned_folder()
-        try:
-            (folder / "file").write_text(text, "utf-8")
-            await self.environment.upload_file(folder / "file", path)
-        finally:
-            remove(folder)
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=self.environment.trial_paths.trial_dir
+        ) as file:
+            file.write(text)
+            file.flush()
+            await self.environment.upload_file(file.name, path)
 
 
 Agent = Callable[[dict[str, Any], Terminal, Any], Awaitable[Any]]
@@ -304,28 +290,17 @@ _PROMPT = (
     "You work in a terminal. Call bash to run a command and read its output; call submit when the "
     "task is done."
 )
-TOOLS: list[dict[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "bash",
-            "description": "Run a command and return its output.",
-            "parameters": {
-                "type": "object",
-                "properties": {"command": {"type": "string"}},
-                "required": ["command"],
-            },
-        },
-    },
-    {
-        "type": "function",
-        "function": {
-            "name": "submit",
-            "description": "Say that the task is done.",
-            "parameters": {"type": "object", "properties": {}},
-        },
-    },
-]
+
+
+def _tool(name: str, description: str, properties: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = {
+        "type": "object",
+        "properties": properties,
+        "required": [*properties],
+        "additionalProperties": False,
+    }
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
 class TerminalAgent:
@@ -335,7 +310,7 @@ class TerminalAgent:
 
     Args:
         turns: Maximum number of answers.
-        tools: Descriptions of the two tools, if the defaults are too general.
+        commands: The only commands of bash that it may call; None: any.
         shown: Characters of a command's output that the model sees.
         request: Other arguments of each request, such as `tool_choice`.
     """
@@ -344,14 +319,19 @@ class TerminalAgent:
         self,
         *,
         turns: int = 30,
-        tools: Sequence[Mapping[str, Any]] = TOOLS,
+        commands: Sequence[str] | None = None,
         prompt: str | None = _PROMPT,
         shown: int = 8000,
         request: Mapping[str, Any] | None = None,
     ) -> None:
-        self.turns, self.shown = turns, shown
-        self._fixed = {"tools": [dict(tool) for tool in tools], **(request or {})}
-        self._prompt = prompt
+        self.turns, self.shown, self._prompt = turns, shown, prompt
+        command = {"type": "string"} if commands is None else {"enum": [*commands]}
+        tools = {
+            "bash": ("Run a command and return its output.", {"command": command}),
+            "submit": ("Say that the task is done.", {}),
+        }
+        self._fixed = {"tools": [_tool(name, *tool) for name, tool in tools.items()]}
+        self._fixed |= request or {}
 
     async def __call__(self, task: dict[str, Any], terminal: Terminal, model: Any) -> str:
         """Work on a task; returns its last words."""
@@ -582,9 +562,7 @@ class Harbor(Environment):
         self.train_dataset = self._rows(folder)
         self.eval_dataset = None if eval_folder is None else self._rows(eval_folder)
         asking = [
-            task.name
-            for task in self._tasks.values()
-            if network == "none" and _wants_network(task)
+            task.name for task in self._tasks.values() if network == "none" and _wants_network(task)
         ]
         if asking:
             logger.warning(
@@ -605,18 +583,18 @@ class Harbor(Environment):
         return {**super().__getstate__(), "_pool": None, "_containers": None, "_folder": None}
 
     def _agent_of(self, agent: Any) -> Any:
-        if agent is None:
-            try:
+        try:
+            if agent is None:
                 return TerminalAgent(**self._agent_options)
-            except TypeError as error:
-                raise ConfigError(f"agent_options: {error}") from None
-        if isinstance(agent, str):
-            return agent if agent in AgentName.values() else function_of(agent, setting="agent")
-        if callable(agent) or isinstance(agent, Sequence) and all(isinstance(w, str) for w in agent):
+        except TypeError as error:
+            raise ConfigError(f"agent_options: {error}") from None
+        if isinstance(agent, str) and agent not in AgentName.values():
+            return function_of(agent, setting="agent")
+        if callable(agent) or isinstance(agent, str | list | tuple):
             return agent
         raise ConfigError(
             f"agent is {shown(agent)}: expected an async function, the words of a command, or the "
-            f"name of one of Harbor's agents ({', '.join(AgentName.values())})"
+            f"name of one of Harbor's agents ({', '.join(sorted(AgentName.values()))})"
         )
 
     def _rows(self, folder: str | Path) -> list[dict[str, Any]]:
@@ -736,9 +714,7 @@ class Harbor(Environment):
             raise ProgramError(f"{self._agent[0]} ended with {done.return_code}: {said}")
         return (done.stdout or "").strip()
 
-    async def _run_harbors(
-        self, name: str, sandbox: TaskSandbox, values: Mapping[str, str]
-    ) -> str:
+    async def _run_harbors(self, name: str, sandbox: TaskSandbox, values: Mapping[str, str]) -> str:
         config = AgentConfig(
             name=name,
             model_name=f"openai/{values['model']}",
@@ -857,9 +833,7 @@ def _loaded(folder: Path) -> Task:
     if task.has_steps:
         raise ConfigError(f"{file}: steps: tasks with several steps are not supported")
     if task_has_any_separate_verifier(task.config):
-        raise ConfigError(
-            f"{file}: verifier: tests in a container of their own are not supported"
-        )
+        raise ConfigError(f"{file}: verifier: tests in a container of their own are not supported")
     return task
 
 

@@ -1,4 +1,4 @@
-"""These tests need Harbor, on Python 3.12, and podman: `make test-harbor`. An image is made once."""
+"""These tests need Harbor, on Python 3.12, and podman: `make test-harbor`."""
 
 from __future__ import annotations
 

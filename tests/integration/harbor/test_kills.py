@@ -109,7 +109,8 @@ async def test_a_full_disk_fails_rollouts_and_leaves_nothing(small_disk, task_of
             outputs.append(await environment.workflow(row, Model()))
         except SandboxError as error:
             failed.append(str(error))
-    assert len(failed) == 2 and "no space left" in failed[0].lower()
+    assert len(failed) == 2
+    assert "no space left" in failed[0].lower()
     with pytest.raises(RewardError):
         await environment.judge(row, outputs[0].response)
     await environment.close()
