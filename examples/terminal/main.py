@@ -14,11 +14,11 @@ from tuner import TunerError, TuneResult, tune
 from tuner.environments import Harbor, TerminalAgent
 
 HERE = Path(__file__).resolve().parent
-COMMANDS = ["ls", "echo hello", "cat greeting.txt", "echo hello > greeting.txt"]
+COMMANDS = ["ls", "cat greeting.txt", "echo hello > greeting.txt"]
 
 
 def narrowed() -> TerminalAgent:
-    """An agent for a model that cannot write: it chooses one of four commands, or submits.
+    """An agent for a model that cannot write: it chooses one of three commands, or submits.
 
     Its calls are demanded, and the engine samples only what the tools' schemas allow.
     """

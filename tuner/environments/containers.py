@@ -197,7 +197,8 @@ class ContainerEngine:
         SandboxError."""
         if (await self.call("image", "inspect", tag)).status == 0:
             return
-        words, until = ("--tag", tag, str(folder)), time.monotonic() + seconds
+        words: tuple[str, ...] = ("--tag", tag, str(folder))
+        until = time.monotonic() + seconds
         built = await self.call("build", *words, seconds=seconds)
         if built.status and not built.timed_out and self.kind == "podman":
             # This needs no runtime; the layers that were built are kept.

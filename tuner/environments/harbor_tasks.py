@@ -561,13 +561,13 @@ class Harbor(Environment):
         self._begin()
         self.train_dataset = self._rows(folder)
         self.eval_dataset = None if eval_folder is None else self._rows(eval_folder)
-        asking = [
-            task.name for task in self._tasks.values() if network == "none" and _wants_network(task)
-        ]
-        if asking:
+        tasks = self._tasks.values()
+        modes = {task.name: task.config.environment.network_mode for task in tasks}
+        asking = [name for name, mode in modes.items() if mode != NetworkMode.NO_NETWORK]
+        if asking and network == "none":
             logger.warning(
-                "%d of %d tasks ask for a network, which they do not get (%s): set network to "
-                "'task' if they need it",
+                "%d of %d tasks have a network in Harbor and none here (%s): set network to 'task' "
+                "if they need it",
                 len(asking),
                 len(self._tasks),
                 ", ".join(asking[:3]),
@@ -807,13 +807,6 @@ def _tests_said(sandbox: TaskSandbox) -> str | None:
     if not path.is_file() or path.is_symlink():
         return None
     return path.read_text("utf-8", "replace").strip()[-_FEEDBACK:] or None
-
-
-def _wants_network(task: Task) -> bool:
-    config = task.config.environment
-    return (
-        "network_mode" in config.model_fields_set or "allow_internet" in config.model_fields_set
-    ) and config.network_mode != NetworkMode.NO_NETWORK
 
 
 def _loaded(folder: Path) -> Task:
