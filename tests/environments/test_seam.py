@@ -6,6 +6,7 @@ import json
 import pickle
 import shutil
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,14 @@ from tuner.cli import app
 from tuner.config.load import load_config
 from tuner.config.schema import KINDS
 from tuner.environments import Areal, Environment, Gymnasium
-from tuner.errors import ConfigError, DatasetError, FunctionError, TrainingError, TunerError
+from tuner.errors import (
+    ConfigError,
+    DatasetError,
+    FunctionError,
+    MissingDependencyError,
+    TrainingError,
+    TunerError,
+)
 from tuner.runs.environment import CLASSES, brought, from_settings
 from tuner.tasks.functions import JudgeOutput
 from tuner.tasks.loading import load_named
@@ -255,8 +263,12 @@ def test_the_file_says_one_thing(section, said):
 
 def test_every_kind_of_the_file_has_its_class():
     assert set(KINDS) == set(CLASSES)
-    for reference in CLASSES.values():
+    for kind, reference in CLASSES.items():
         module, _, name = reference.partition(":")
+        if kind == "harbor" and find_spec("harbor") is None:  # its base class is Harbor's
+            with pytest.raises(MissingDependencyError, match=r"Python 3.12.*\[harbor\]"):
+                import_module(module)
+            continue
         assert issubclass(getattr(import_module(module), name), Environment)
 
 
@@ -267,6 +279,15 @@ def test_paths_in_it_begin_at_the_file(tmp_path):
     assert environment.arguments == {"id": "X", "agent": f"{tmp_path / 'here.py'}:play"}
     file.write_text("tuner: {environment: here.py:made}\n")
     assert load_config(file).tuner.environment == f"{tmp_path / 'here.py'}:made"
+    file.write_text(
+        "tuner: {environment: {kind: harbor, folder: tasks, eval_folder: ../held_out}}\n"
+    )
+    assert load_config(file).tuner.environment.arguments == {
+        "folder": str(tmp_path / "tasks"),
+        "eval_folder": str(tmp_path.parent / "eval"),
+    }
+    file.write_text("tuner: {environment: 'harbor:tasks'}\n")
+    assert load_config(file).tuner.environment == f"harbor:{tmp_path / 'tasks'}"
 
 
 def test_the_commands_take_it_from_the_file(random_model_path, tmp_path):
