@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import resource
 import shutil
 import signal
@@ -17,6 +18,7 @@ import socket
 import subprocess
 import tempfile
 import time
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -50,19 +52,21 @@ _FOUND: dict[str, tuple[tuple[str, ...], tuple[str, ...], set[str]]] = {}
 """Options and limits that were found, by program."""
 # Its first process: it ends at once when it is told to, and waits for the orphans of others.
 _IDLE = ("sh", "-c", "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done")
-# Removes what has this label when its standard input ends; if nobody said "close", a client that
-# was about to create something may still do so.
+# Removes what has this name when its standard input ends, and looks again: on a full disk the
+# client may fail at first, and if nobody said "close", one may be about to create something.
 _WATCHER = """
 trap '' INT TERM HUP
 read word
-for pause in 0 1 3; do
+for pause in 0 0 1 3; do
     sleep $pause
-    found=$("$@" ps --all --quiet --filter "label=$OWNER")
-    if [ -n "$found" ]; then "$@" rm --force --volumes $found; fi
-    if [ "$word" = close ]; then break; fi
+    found=$("$@" ps --all $EXTERNAL --format '{{.Names}}' | grep "^$OWNER-")
+    if [ -n "$found" ]; then "$@" rm --force --volumes $found
+    elif [ "$word" = close ]; then break; fi
 done
 rm -rf "${TMPDIR:-/tmp}/$OWNER"-*
 """
+# Also what the client has stored without knowing it as a container any more.
+_EXTERNAL = {"podman": "--external", "docker": ""}
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,6 @@ class ContainerEngine:
         self.kind = Path(self.program).name
         self._starting = asyncio.Semaphore(_STARTS_AT_ONCE)
         self._owner = _owner()
-        self._labels = [f"--label={self._owner}", f"--label={PREFIX}={_machine()}"]
 
     @classmethod
     async def of(
@@ -166,7 +169,7 @@ class ContainerEngine:
             return
 
         async def trial(*more: str) -> str:
-            words = ("--network=none", *self.limits, *self._labels, *more)
+            words = ("--name", f"{self._owner}-trial", "--network=none", *self.limits, *more)
             return (await self.call("run", "--rm", *words, image, "true")).problem
 
         problem = ""
@@ -218,7 +221,7 @@ class ContainerEngine:
         """Start a container that does nothing, with the client's usual network or none; returns its
         name. Raises SandboxError."""
         name = f"{self._owner}-{os.urandom(6).hex()}"
-        words = [*self.limits, *self._labels, "--stop-timeout=0", "--ulimit=core=0"]
+        words = [*self.limits, "--stop-timeout=0", "--ulimit=core=0"]
         words += [] if network else ["--network=none"]
         for limited, more in limits.words().items():
             words += [] if limited in self.unlimited else more
@@ -285,7 +288,10 @@ class ContainerEngine:
 
     async def remove(self, name: str) -> None:
         """Remove a container with its processes and volumes, if it is there."""
-        await self.call("rm", "--force", "--volumes", name)
+        for pause in (0.0, 0.1, 1.0):  # on a full disk the first call makes room for the next
+            await asyncio.sleep(pause)
+            if (await self.call("rm", "--force", "--volumes", name)).status == 0:
+                return
 
     @asynccontextmanager
     async def reaching(self, name: str, gateway: str) -> AsyncIterator[None]:
@@ -353,9 +359,9 @@ class ContainerEngine:
 
     async def _remove_leftovers(self) -> None:
         """Remove containers and temporary folders of processes of this machine that have ended."""
-        words = ("--filter", f"label={PREFIX}={_machine()}", "--format", "{{.Names}}")
-        listed = await self.call("ps", "--all", *words)
-        if left := [name for name in listed.stdout.decode().split() if not _alive(name)]:
+        words = [_EXTERNAL[self.kind]] if _EXTERNAL[self.kind] else []
+        listed = await self.call("ps", "--all", *words, "--format", "{{.Names}}")
+        if left := [name for name in listed.stdout.decode().split() if _orphaned(name)]:
             logger.warning("removing %d containers of processes that were killed", len(left))
             await self.call("rm", "--force", "--volumes", *left)
         _remove_left_folders()
@@ -366,7 +372,12 @@ class ContainerEngine:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "OWNER": self._owner, "TMPDIR": tempfile.gettempdir()},
+            env={
+                **os.environ,
+                "OWNER": self._owner,
+                "EXTERNAL": _EXTERNAL[self.kind],
+                "TMPDIR": tempfile.gettempdir(),
+            },
             start_new_session=True,
         )
 
@@ -421,13 +432,6 @@ def _variables(given: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     return own, [f"--env={word}" for word in words]
 
 
-def _machine() -> str:
-    """This machine, or namespace of processes, in which process ids have their meaning."""
-    with suppress(OSError):
-        return f"{socket.gethostname()}-{os.stat('/proc/self/ns/pid').st_ino}"
-    return socket.gethostname()
-
-
 def _started(pid: int) -> str:
     """When a process started, so that another one with its id is not taken for it."""
     with suppress(OSError):
@@ -435,24 +439,36 @@ def _started(pid: int) -> str:
     return "0"
 
 
+def _machine() -> str:
+    """This machine, or namespace of processes, in which process ids have their meaning."""
+    space = ""
+    with suppress(OSError):
+        space = os.readlink("/proc/self/ns/pid")
+    return f"{zlib.crc32(f'{socket.gethostname()} {space}'.encode()):08x}"
+
+
 def _owner() -> str:
-    return f"{PREFIX}-{os.getpid()}-{_started(os.getpid())}"
+    return f"{PREFIX}-{_machine()}-{os.getpid()}-{_started(os.getpid())}"
 
 
-def _alive(name: str) -> bool:
-    """Whether the process that a name of `PREFIX-PID-START-...` belongs to is running."""
-    pid, started = name.removeprefix(f"{PREFIX}-").split("-")[:2]
-    with suppress(PermissionError):
-        try:
-            os.kill(int(pid), 0)
-        except ProcessLookupError:
-            return False
-    return _started(int(pid)) == started
+def _orphaned(name: str) -> bool:
+    """Whether a name is that of a container or folder of a process of this machine that has
+    ended."""
+    found = re.fullmatch(rf"{PREFIX}-{_machine()}-(\d+)-(\d+)-\w+", name)
+    if found is None:
+        return False
+    try:
+        os.kill(int(found[1]), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return _started(int(found[1])) != found[2]
 
 
 def _remove_left_folders() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}-*"):
-        if not _alive(folder.name):
+        if _orphaned(folder.name):
             remove_folder(folder)
 
 

@@ -30,7 +30,7 @@ def image() -> None:
 
 def left() -> dict[str, list[str]]:
     """Containers, volumes, processes of containers and folders that are there."""
-    commands = {"containers": ("ps", "-aq"), "volumes": ("volume", "ls", "-q")}
+    commands = {"containers": ("ps", "-aq", "--external"), "volumes": ("volume", "ls", "-q")}
     found = {name: podman(*words).split() for name, words in commands.items()}
     for name, pattern in {"processes": "tuner-box", "monitors": "conmon"}.items():
         done = subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True)

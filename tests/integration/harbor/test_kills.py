@@ -92,7 +92,7 @@ def small_disk(tmp_path, monkeypatch):
     )
     with monkeypatch.context() as patch:
         patch.setenv("CONTAINERS_STORAGE_CONF", str(tmp_path / "storage.conf"))
-        yield
+        yield disk
     shutil.rmtree(state)
     subprocess.run(["umount", disk], check=True)
 
@@ -114,8 +114,9 @@ async def test_a_full_disk_fails_rollouts_and_leaves_nothing(small_disk, task_of
     with pytest.raises(RewardError):
         await environment.judge(row, outputs[0].response)
     await environment.close()
-    wait_for_nothing()
-    again = await environment.workflow(row, Model())  # there is room again
+    # Without any room podman may not even forget a container: it does when there is some.
+    subprocess.run(["mount", "-o", "remount,size=80m", small_disk], check=True)
+    again = await environment.workflow(row, Model())
     assert again.metrics == {"agent_timeout": 0}
     await environment.close()
     wait_for_nothing()
