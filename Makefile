@@ -164,7 +164,7 @@ test-environments: $(VENV10)/.installed $(VENV11)/.installed
 # Harbor needs Python 3.12; the environment is made by that.
 PYTHON312 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12) python3.12)
 $(VENV13)/.installed: pyproject.toml constraints-harbor.txt
-	$(PYTHON312) .ci/install $(VENV13) --constraint constraints-harbor.txt --editable '.[harbor]' psutil pytest pytest-asyncio
+	$(PYTHON312) .ci/install $(VENV13) --constraint constraints-harbor.txt --editable '.[harbor]' podman-compose psutil pytest pytest-asyncio
 	touch $@
 
 # Where Python 3.12 or containers cannot be had, it says so and does not fail; that no test ran is seen.

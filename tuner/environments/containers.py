@@ -174,7 +174,7 @@ class ContainerEngine:
 
         problem = ""
         for options, limited in _WAYS[self.kind]:
-            self.options, self.limits = options, _given_limits() if limited else ()
+            self.options, self.limits = options, given_limits() if limited else ()
             if not (problem := await trial()):
                 break
         else:
@@ -205,7 +205,7 @@ class ContainerEngine:
         built = await self.call("build", *words, seconds=seconds)
         if built.status and not built.timed_out and self.kind == "podman":
             # This needs no runtime; the layers that were built are kept.
-            words = ("--isolation=chroot", *_given_limits(), *words)
+            words = ("--isolation=chroot", *given_limits(), *words)
             built = await self.call("build", *words, seconds=until - time.monotonic())
         if built.status:
             raise SandboxError(f"{self.kind} cannot build {folder}/Dockerfile: {built.problem}")
@@ -407,7 +407,7 @@ async def _finished(work: Coroutine[Any, Any, Any]) -> None:
         raise
 
 
-def _given_limits() -> tuple[str, ...]:
+def given_limits() -> tuple[str, ...]:
     """Options that set limits to those of this process, which need not be raised for them."""
     found = []
     for name, (own, most) in _MOST.items():

@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+import shutil
+import sys
 from pathlib import Path
 
 import harbor as harbors_package
@@ -10,6 +13,7 @@ import pytest
 from tests.integration.harbor.conftest import IMAGE, TASKS, Model, podman
 from tests.kit.toy import StubEngine, gateway_of
 from tuner.environments import Harbor
+from tuner.environments.containers import given_limits
 from tuner.errors import ConfigError, ProgramError, RewardError, RewardTimeout, SandboxError
 from tuner.rollouts.without_framework import PlainChatModel
 from tuner.runs.environment import brought, from_settings
@@ -296,3 +300,30 @@ def broken(folder):
     (folder / "task.toml").write_text(text.replace("docker_image", "# docker_image"))
     (folder / "environment/Dockerfile").write_text(f"FROM {IMAGE}\nRUN false\n")
     return folder
+
+
+@pytest.fixture
+def compose(tmp_path, monkeypatch):
+    """Harbor's own podman works: with podman-compose, and limits that need no rights."""
+    limits = ", ".join(f'"{word.partition("=")[2]}"' for word in given_limits())
+    (tmp_path / "containers.conf").write_text(f"[containers]\ndefault_ulimits = [{limits}]\n")
+    monkeypatch.setenv("CONTAINERS_CONF", str(tmp_path / "containers.conf"))
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+
+
+async def test_harbors_own_sandboxes_stand_behind_the_same_interface(compose, tmp_path, harbor):
+    folder = tmp_path / "broken_script"
+    shutil.copytree(TASKS / "broken_script", folder)
+    text = (folder / "task.toml").read_text()
+    (folder / "task.toml").write_text(text.replace("no-network", "public"))
+
+    async def agent(task, terminal, model):
+        await terminal.write("/app/fix.sh", SCRIPTS["broken_script"][1])
+        done = await terminal.run("bash fix.sh; echo fixed")
+        return done.stdout + (await terminal.read("total.py")).partition("sum(")[2]
+
+    environment = harbor(folder, agent=agent, sandbox="harbor-podman", network="task", ahead=0)
+    output, judged = await rewarded(environment)
+    said = output.response.said.replace("\r", "")  # it has a terminal
+    assert said.startswith("fixed\nint(line) for line")
+    assert judged.reward == 1
