@@ -263,13 +263,15 @@ def test_the_file_says_one_thing(section, said):
 
 def test_every_kind_of_the_file_has_its_class():
     assert set(KINDS) == set(CLASSES)
-    for kind, reference in CLASSES.items():
+    for reference in CLASSES.values():
         module, _, name = reference.partition(":")
-        if kind == "harbor" and find_spec("harbor") is None:  # its base class is Harbor's
-            with pytest.raises(MissingDependencyError, match=r"Python 3.12.*\[harbor\]"):
-                import_module(module)
-            continue
         assert issubclass(getattr(import_module(module), name), Environment)
+
+
+@pytest.mark.skipif(find_spec("harbor") is not None, reason="Harbor is installed")
+def test_without_harbor_its_extra_is_named(tmp_path):
+    with pytest.raises(MissingDependencyError, match=r"Python 3.12.*\[harbor\]"):
+        brought(f"harbor:{tmp_path}")
 
 
 def test_paths_in_it_begin_at_the_file(tmp_path):

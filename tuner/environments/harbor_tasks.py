@@ -12,240 +12,39 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import io
 import json
 import logging
 import os
 import shlex
-import tarfile
 import tempfile
-import tomllib
 import weakref
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import openai
-from pydantic import ValidationError
 
 from tuner.encoding import displayable
-from tuner.environments.containers import ContainerEngine, ContainerLimits, owned_folder
+from tuner.environments.containers import ContainerLimits, owned_folder
 from tuner.environments.program import filled, model_variables
-from tuner.errors import (
-    ConfigError,
-    MissingDependencyError,
-    ProgramError,
-    RewardError,
-    RewardTimeout,
-    SandboxError,
-    pip_install,
-    problem_text,
-)
+from tuner.errors import ConfigError, ProgramError, RewardError
 from tuner.rewards.sandbox import remove
 from tuner.runs.environment import Environment
 from tuner.tasks.functions import JudgeOutput, WorkflowOutput, shown
 from tuner.tasks.loading import function_of
 
-os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # or it downloads a table of prices
-try:
-    from harbor.agents.factory import AgentFactory
-    from harbor.environments.base import BaseEnvironment, ExecResult, transfer_tar_filter
-    from harbor.environments.capabilities import (
-        EnvironmentCapabilities,
-        EnvironmentResourceCapabilities,
-    )
-    from harbor.environments.definition import require_agent_environment_definition
-    from harbor.environments.factory import EnvironmentFactory
-    from harbor.models.agent.context import AgentContext
-    from harbor.models.agent.name import AgentName
-    from harbor.models.environment_type import EnvironmentType
-    from harbor.models.task.config import NetworkMode, NetworkPolicy
+if TYPE_CHECKING:
+    from harbor.environments.base import BaseEnvironment, ExecResult
     from harbor.models.task.task import Task
-    from harbor.models.task.verifier_mode import task_has_any_separate_verifier
-    from harbor.models.trial.config import AgentConfig
-    from harbor.models.trial.paths import EnvironmentPaths, TrialPaths
-    from harbor.verifier.verifier import Verifier
-except (ImportError, SyntaxError) as error:  # older Pythons cannot read its files
-    raise MissingDependencyError(
-        f"tasks of Harbor need harbor 0.25 and Python 3.12 ({error}): {pip_install('harbor')}"
-    ) from error
+    from harbor.models.trial.paths import TrialPaths
+
+    from tuner.environments.harbor_sandbox import Containers, SandboxPool, TaskSandbox
 
 logger = logging.getLogger("tuner.environments")
 LIMITS = ContainerLimits(cpus=1, memory_mb=2048, disk_mb=10240)
 """Limits of a container if its task says nothing else."""
-_COPIED_BYTES = 64 * 2**20
-_FEEDBACK = 4000
-_INSIDE = EnvironmentPaths()
-_LOGS = (_INSIDE.agent_dir, _INSIDE.verifier_dir, _INSIDE.artifacts_dir)
-
-# A container of ours, behind Harbor's interface.
-
-
-class Containers:
-    """The client that containers are started with, found at the first one, and its images."""
-
-    def __init__(self, kind: str | None, limits: ContainerLimits) -> None:
-        self.limits, self._kind = limits, kind
-        self._lock = asyncio.Lock()
-        self._engine: ContainerEngine | None = None
-        self._images: dict[str, str] = {}
-
-    async def image(self, environment: BaseEnvironment) -> tuple[ContainerEngine, str]:
-        """The client, and the name of a task's image, pulled or built once."""
-        config, content = environment.task_env_config, environment.environment_id
-
-        async def get(engine: ContainerEngine) -> str:
-            if config.docker_image:
-                await engine.pull(config.docker_image, seconds=config.build_timeout_sec)
-                return str(config.docker_image)
-            tag, seconds = f"localhost/tuner-harbor:{content}", config.build_timeout_sec
-            await engine.build(environment.environment_dir, tag, seconds=seconds)
-            return tag
-
-        async with self._lock:
-            if self._engine is None:
-                self._engine = await ContainerEngine.of(get, self.limits, kind=self._kind)
-            key = config.docker_image or content
-            if key not in self._images:
-                self._images[key] = await get(self._engine)
-            return self._engine, self._images[key]
-
-    async def close(self) -> None:
-        """Remove all containers."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            await asyncio.to_thread(engine.close)
-
-
-class ContainerSandbox(BaseEnvironment):  # type: ignore[misc]  # harbor has no types here
-    """A container of podman or docker, without compose."""
-
-    engine: ContainerEngine
-    container = ""
-
-    def __init__(self, *args: Any, containers: Containers, **kwargs: Any) -> None:
-        self._containers = containers
-        super().__init__(*args, **kwargs)
-
-    @staticmethod
-    def type() -> str:
-        return "local"
-
-    @property
-    def capabilities(self) -> EnvironmentCapabilities:
-        return EnvironmentCapabilities(disable_internet=True)
-
-    @classmethod
-    def resource_capabilities(cls) -> EnvironmentResourceCapabilities:
-        able = ("cpu_limit", "memory_limit", "fractional_cpus")
-        return EnvironmentResourceCapabilities(**dict.fromkeys(able, True))
-
-    def _validate_definition(self) -> None:
-        image = self.task_env_config.docker_image
-        require_agent_environment_definition(self.environment_dir, docker_image=image)
-        if (self.environment_dir / "docker-compose.yaml").exists():
-            raise ValueError(
-                "environment/docker-compose.yaml has several containers: set sandbox to one of "
-                "Harbor's that has compose, such as 'harbor-docker'"
-            )
-
-    async def start(self, force_build: bool) -> None:
-        self.engine, image = await self._containers.image(self)
-        own = {
-            "cpus": self._effective_cpus,
-            "memory_mb": self._effective_memory_mb,
-            "disk_mb": self._effective_storage_mb,
-        }
-        given = {name: value for name, value in own.items() if value is not None}
-        limits = replace(self._containers.limits, **given)
-        self.container = await self.engine.create(
-            image, limits, environment=self._startup_env(), network=not self._network_disabled
-        )
-        folders = self._ensure_dirs_command(_LOGS)
-        if self.task_env_config.workdir:
-            folders += f" && mkdir -p {shlex.quote(self.task_env_config.workdir)}"
-        made = await self.engine.exec(self.container, folders, user="root")
-        if made.status:
-            raise SandboxError(f"the image {image!r} needs bash: {made.problem}")
-        await self._upload_environment_dir_after_start()
-
-    async def stop(self, delete: bool) -> None:
-        if self.container:
-            await self.engine.remove(self.container)
-
-    async def exec(
-        self,
-        command: str,
-        cwd: str | None = None,
-        env: dict[str, str] | None = None,
-        timeout_sec: float | None = None,
-        user: str | int | None = None,
-    ) -> ExecResult:
-        done = await self.engine.exec(
-            self.container,
-            command,
-            seconds=timeout_sec,
-            environment=self._merge_env(env),
-            workdir=cwd or self.task_env_config.workdir,
-            user=self._resolve_user(user),
-        )
-        stderr = done.stderr.decode(errors="replace")
-        if done.timed_out:
-            stderr += f"\nended at its time limit of {timeout_sec:g} s"
-        stdout = done.stdout.decode(errors="replace")
-        return ExecResult(stdout=stdout, stderr=stderr, return_code=done.status)
-
-    async def upload_file(self, source_path: Path | str, target_path: str) -> None:
-        await self._upload(str(source_path), target_path, str(PurePosixPath(target_path).parent))
-
-    async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
-        await self._upload(f"{source_dir}/.", target_dir, target_dir)
-
-    async def _upload(self, source: str, target: str, folder: str) -> None:
-        await self.exec(f"mkdir -p {shlex.quote(folder)}", user="root")
-        await self.engine.copy_in(self.container, source, target)
-
-    async def download_file(self, source_path: str, target_path: Path | str) -> None:
-        with await self._archive(source_path) as tar:
-            _extract_file(tar, Path(target_path))
-
-    async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
-        with await self._archive(f"{source_dir}/.") as tar:
-            tar.extractall(target_dir, filter=transfer_tar_filter)
-
-    async def _archive(self, source: str) -> tarfile.TarFile:
-        found = await self.engine.copy_out(self.container, source, limit=_COPIED_BYTES)
-        return tarfile.open(fileobj=io.BytesIO(found))
-
-
-def _extract_file(tar: tarfile.TarFile, target: Path) -> None:
-    content = tar.extractfile(tar.getmembers()[0])
-    if content is None:
-        raise SandboxError(f"{tar.getmembers()[0].name} is not a file")
-    target.write_bytes(content.read())
-
-
-# What an agent does, and what its sandbox is.
-
-
-@dataclass(eq=False)
-class TaskSandbox:
-    """A sandbox of a task, behind Harbor's interface, and the folders for its logs here."""
-
-    task: Task
-    environment: BaseEnvironment
-    paths: TrialPaths
-
-    async def stop(self) -> None:
-        """Remove it."""
-        try:
-            await self.environment.stop(delete=True)
-        except Exception as error:
-            logger.warning("a sandbox of %s was not removed: %s", self.task.name, error)
-        remove(self.paths.trial_dir)
 
 
 class Terminal:
@@ -375,111 +174,6 @@ class TerminalAgent:
         return f"{text}\nexit status {done.return_code}" if done.return_code else text
 
 
-class SandboxPool:
-    """Starts sandboxes, some of them early for the next rollout of a task, and removes them.
-
-    Args:
-        make: Makes the sandbox of a task, which is then started.
-        ahead: Number of sandboxes that are started before they are needed, when none is waited for.
-    """
-
-    def __init__(self, make: Callable[[Task], TaskSandbox], ahead: int) -> None:
-        self._make, self._ahead = make, ahead
-        self._early: deque[tuple[Task, asyncio.Task[TaskSandbox]]] = deque()
-        self._kept: deque[TaskSandbox] = deque()
-        self._live: set[TaskSandbox] = set()
-        self._ending: set[asyncio.Task[None]] = set()
-        self._waiting = 0
-
-    async def take(self, task: Task) -> TaskSandbox:
-        """A started sandbox of the task."""
-        for kept in self._kept:
-            if kept.task is task:
-                self._kept.remove(kept)
-                return kept
-        self._waiting += 1
-        try:
-            sandbox = await self._started_early(task) or await self._started(task)
-        finally:
-            self._waiting -= 1
-        if self._ahead and not self._waiting:
-            self._start_early(task)
-        return sandbox
-
-    async def _started_early(self, task: Task) -> TaskSandbox | None:
-        for found in self._early:
-            if found[0] is task:
-                self._early.remove(found)
-                try:
-                    return await asyncio.shield(found[1])
-                except asyncio.CancelledError:
-                    self._early.append(found)
-                    raise
-                except Exception as error:  # said again by the next one, if it lasts
-                    logger.info("a sandbox of %s did not start early: %s", task.name, error)
-                    return None
-        return None
-
-    async def _started(self, task: Task) -> TaskSandbox:
-        sandbox = self._make(task)
-        self._live.add(sandbox)
-        seconds = task.config.environment.build_timeout_sec
-        try:
-            async with asyncio.timeout(seconds) as limit:
-                await sandbox.environment.start(force_build=False)
-                await sandbox.environment.run_healthcheck()
-        except BaseException as error:
-            self.drop(sandbox)
-            if isinstance(error, TimeoutError) and limit.expired():
-                raise SandboxError(
-                    f"the sandbox of {task.name} did not start within {seconds:g} s "
-                    "(environment.build_timeout_sec)"
-                ) from None
-            raise
-        return sandbox
-
-    def _start_early(self, task: Task) -> None:
-        if any(waiting is task for waiting, _ in self._early):
-            return
-        while len(self._early) >= self._ahead:
-            self._early.popleft()[1].add_done_callback(self._drop_started)
-        self._early.append((task, asyncio.ensure_future(self._started(task))))
-
-    def _drop_started(self, started: asyncio.Task[TaskSandbox]) -> None:
-        if not started.cancelled() and started.exception() is None:
-            self.drop(started.result())
-
-    def give_back(self, sandbox: TaskSandbox) -> None:
-        """Keep a sandbox for the next rollout of its task: no more than are in use."""
-        self._kept.append(sandbox)
-        if len(self._kept) > max(self._ahead, len(self._live) - len(self._kept)):
-            self.drop(self._kept.popleft())
-
-    def drop(self, sandbox: TaskSandbox) -> None:
-        """Remove a sandbox in the background."""
-        if sandbox not in self._live:
-            return
-        try:
-            ending = asyncio.get_running_loop().create_task(sandbox.stop())
-        except RuntimeError:  # no event loop: close() removes it
-            return
-        self._live.discard(sandbox)
-        self._ending.add(ending)
-        ending.add_done_callback(self._ending.discard)
-
-    async def close(self) -> None:
-        """Remove all sandboxes."""
-        loop = asyncio.get_running_loop()
-        early = [started for _, started in self._early if started.get_loop() is loop]
-        for started in early:
-            started.cancel()
-        await asyncio.gather(*early, return_exceptions=True)
-        ending = [task for task in self._ending if task.get_loop() is loop]
-        stopping = [sandbox.stop() for sandbox in self._live]
-        self._live.clear()
-        await asyncio.gather(*ending, *stopping, return_exceptions=True)
-
-
 # The environment.
 
 
@@ -548,22 +242,22 @@ class Harbor(Environment):
         ahead: int = 1,
         reward: str = "reward",
     ) -> None:
+        from tuner.environments import harbor_sandbox
+
         if network not in ("none", "task"):
             raise ConfigError(f"network is {network!r}: expected 'none', or 'task'")
         self._network, self._ahead, self._reward = network, ahead, reward
         self._command_seconds = command_seconds
         self._agent_options = dict(agent_options or {})
         self._agent = self._agent_of(agent)
-        self._sandbox, self._sandbox_options = _sandbox_of(sandbox), dict(sandbox_options or {})
-        self._local = sandbox if sandbox in ("podman", "docker") else None
+        harbor_sandbox.sandbox_of(sandbox)
+        self._sandbox, self._sandbox_options = sandbox, dict(sandbox_options or {})
         self._limits = _limits(limits)
         self._tasks: dict[str, Task] = {}
         self._begin()
         self.train_dataset = self._rows(folder)
         self.eval_dataset = None if eval_folder is None else self._rows(eval_folder)
-        tasks = self._tasks.values()
-        modes = {task.name: task.config.environment.network_mode for task in tasks}
-        asking = [name for name, mode in modes.items() if mode != NetworkMode.NO_NETWORK]
+        asking = harbor_sandbox.networked(self._tasks.values())
         if asking and network == "none":
             logger.warning(
                 "%d of %d tasks have a network in Harbor and none here (%s): set network to 'task' "
@@ -583,18 +277,20 @@ class Harbor(Environment):
         return {**super().__getstate__(), "_pool": None, "_containers": None, "_folder": None}
 
     def _agent_of(self, agent: Any) -> Any:
+        from tuner.environments.harbor_sandbox import AGENTS
+
         try:
             if agent is None:
                 return TerminalAgent(**self._agent_options)
         except TypeError as error:
             raise ConfigError(f"agent_options: {error}") from None
-        if isinstance(agent, str) and agent not in AgentName.values():
+        if isinstance(agent, str) and agent not in AGENTS:
             return function_of(agent, setting="agent")
         if callable(agent) or isinstance(agent, str | list | tuple):
             return agent
         raise ConfigError(
             f"agent is {shown(agent)}: expected an async function, the words of a command, or the "
-            f"name of one of Harbor's agents ({', '.join(sorted(AgentName.values()))})"
+            f"name of one of Harbor's agents ({', '.join(AGENTS)})"
         )
 
     def _rows(self, folder: str | Path) -> list[dict[str, Any]]:
@@ -613,50 +309,41 @@ class Harbor(Environment):
         return {"task": task.name, "folder": str(folder), "instruction": task.instruction}
 
     def _task_in(self, folder: Path) -> Task:
+        from harbor.models.trial.paths import TrialPaths
+
+        from tuner.environments.harbor_sandbox import loaded
+
         if (known := self._tasks.get(str(folder))) is None:
-            known = self._tasks[str(folder)] = _loaded(folder)
+            known = self._tasks[str(folder)] = loaded(folder)
             try:
-                self._make(known, TrialPaths(folder))  # it checks what the task asks for
+                self._made(known, TrialPaths(folder))  # it checks what the task asks for
             except (ValueError, RuntimeError, OSError) as error:
                 raise ConfigError(f"{folder / 'task.toml'}: {error}") from error
         return known
 
-    def _make(self, task: Task, paths: TrialPaths) -> TaskSandbox:
-        """A sandbox of a task, not started yet."""
-        config = task.config.environment.model_copy(deep=True)
-        policy = config.resolve_baseline()
-        if self._network == "none":
-            policy = NetworkPolicy(network_mode=NetworkMode.NO_NETWORK)
-        given: dict[str, Any] = {
-            "environment_dir": task.paths.environment_dir,
-            "environment_name": task.short_name,
-            "session_id": paths.trial_dir.name,
-            "trial_paths": paths,
-            "task_env_config": config,
-            "network_policy": policy,
-            "logger": logger,
-            "auto_mounts": [
-                {"type": "bind", "source": str(source), "target": str(target)}
-                for source, target in zip(
-                    (paths.agent_dir, paths.verifier_dir, paths.artifacts_dir), _LOGS, strict=True
-                )
-            ],
-            **self._sandbox_options,
-        }
-        if self._sandbox is not None:
-            made = EnvironmentFactory.create_environment(self._sandbox, **given)
-        else:
-            if self._containers is None:
-                self._containers = Containers(self._local, self._limits)
-            made = ContainerSandbox(containers=self._containers, **given)
-        return TaskSandbox(task, made, paths)
+    def _made(self, task: Task, paths: TrialPaths) -> TaskSandbox:
+        from tuner.environments.harbor_sandbox import Containers, made
+
+        if self._containers is None:
+            kind = self._sandbox if self._sandbox in ("podman", "docker") else None
+            self._containers = Containers(kind, self._limits)
+        return made(
+            task,
+            paths,
+            self._containers,
+            sandbox=self._sandbox,
+            network=self._network,
+            options=self._sandbox_options,
+        )
 
     def _fresh(self, task: Task) -> TaskSandbox:
+        from harbor.models.trial.paths import TrialPaths
+
         if self._folder is None:
             self._folder = owned_folder()
         paths = TrialPaths(self._folder / f"{task.short_name}-{os.urandom(4).hex()}")
         paths.mkdir()
-        return self._make(task, paths)
+        return self._made(task, paths)
 
     async def workflow(self, task: dict[str, Any], model: Any) -> WorkflowOutput:
         """Let the agent work on one task.
@@ -665,6 +352,8 @@ class Harbor(Environment):
             SandboxError: Its container did not start.
             ProgramError: The agent is a program, and failed.
         """
+        from tuner.environments.harbor_sandbox import SandboxPool
+
         if self._pool is None:
             self._pool = SandboxPool(self._fresh, self._ahead)
         pool = self._pool
@@ -690,6 +379,8 @@ class Harbor(Environment):
         return WorkflowOutput(response=output, metrics=metrics)
 
     async def _run_agent(self, task: dict[str, Any], sandbox: TaskSandbox, model: Any) -> Any:
+        from tuner.environments.harbor_sandbox import ContainerSandbox, run_harbors_agent
+
         if callable(self._agent):
             terminal = Terminal(sandbox.environment, self._command_seconds)
             said = self._agent(task, terminal, model)
@@ -706,32 +397,14 @@ class Harbor(Environment):
         }
         async with reaching:
             if isinstance(self._agent, str):
-                return await self._run_harbors(self._agent, sandbox, values)
+                await run_harbors_agent(self._agent, self._agent_options, sandbox, values)
+                return None
             command = shlex.join(filled(word, values) for word in self._agent)
             done = await environment.exec(command, env=model_variables(values))
         if done.return_code:
             said = (done.stderr or done.stdout or "").strip()[-1000:]
             raise ProgramError(f"{self._agent[0]} ended with {done.return_code}: {said}")
         return (done.stdout or "").strip()
-
-    async def _run_harbors(self, name: str, sandbox: TaskSandbox, values: Mapping[str, str]) -> str:
-        config = AgentConfig(
-            name=name,
-            model_name=f"openai/{values['model']}",
-            env=model_variables(values),
-            kwargs=self._agent_options,
-        )
-        own: dict[str, Any] = {}
-        if name == AgentName.ORACLE.value:
-            own = {"task_dir": sandbox.task.task_dir, "trial_paths": sandbox.paths}
-        agent = AgentFactory.create_agent_from_config(
-            config, logs_dir=sandbox.paths.agent_dir, logger=logger, **own
-        )
-        context = AgentContext()
-        with sandbox.environment.scoped_exec_env(dict(config.env)):
-            await agent.setup(sandbox.environment)
-            await agent.run(sandbox.task.instruction, sandbox.environment, context)
-        return ""
 
     async def judge(self, task: dict[str, Any], response: Any) -> JudgeOutput:
         """The reward of the task's tests, with the end of their output as feedback.
@@ -740,6 +413,8 @@ class Harbor(Environment):
             RewardError: They gave none, or the container is gone.
             RewardTimeout: They took too long.
         """
+        from tuner.environments.harbor_sandbox import TaskSandbox, tests_said, verified
+
         if isinstance(response, HarborOutput) and response.failure is not None:
             raise response.failure
         sandbox, pool = getattr(response, "sandbox", None), self._pool
@@ -751,13 +426,13 @@ class Harbor(Environment):
         response.sandbox, reused = None, False
         response.unjudged.detach()
         try:
-            reward, others = await _verified(sandbox, self._reward)
+            reward, others = await verified(sandbox, self._reward)
             reused = sandbox.task.config.metadata.get("reuse") is True
         except RewardError as error:
             response.failure = error
             raise
         finally:
-            feedback = _tests_said(sandbox)
+            feedback = tests_said(sandbox)
             pool.give_back(sandbox) if reused else pool.drop(sandbox)
         return JudgeOutput(reward=reward, metrics=others or None, feedback=feedback)
 
@@ -771,77 +446,6 @@ class Harbor(Environment):
             await containers.close()
         if folder is not None:
             remove(folder)
-
-
-async def _verified(sandbox: TaskSandbox, key: str) -> tuple[float, dict[str, float]]:
-    """The reward of a task's tests, and their others; raises RewardError."""
-    name, config = sandbox.task.name, sandbox.task.config.verifier
-    verifier = Verifier(sandbox.task, sandbox.paths, sandbox.environment, logger=logger)
-    try:
-        with sandbox.environment.with_default_user(config.user):
-            async with asyncio.timeout(config.timeout_sec) as limit:
-                rewards = dict((await verifier.verify()).rewards or {})
-    except Exception as error:
-        if isinstance(error, TimeoutError) and limit.expired():
-            raise RewardTimeout(
-                f"the tests of {name} took longer than {config.timeout_sec:g} s "
-                "(verifier.timeout_sec)"
-            ) from None
-        why = "".join(f": {type(one).__name__}: {one}" for one in (error, error.__cause__) if one)
-        said = _tests_said(sandbox)
-        raise RewardError(
-            f"the tests of {name} gave no reward{why}" + (f"\nThey said: {said}" if said else "")
-        ) from error
-    key = key if len(rewards) > 1 else next(iter(rewards), key)
-    if key not in rewards:
-        raise RewardError(
-            f"the tests of {name} give {', '.join(rewards) or 'nothing'}: set reward to the one "
-            "that counts"
-        )
-    reward = float(rewards.pop(key))
-    return reward, {f"reward_{other}": float(value) for other, value in rewards.items()}
-
-
-def _tests_said(sandbox: TaskSandbox) -> str | None:
-    path = sandbox.paths.test_stdout_path
-    if not path.is_file() or path.is_symlink():
-        return None
-    return path.read_text("utf-8", "replace").strip()[-_FEEDBACK:] or None
-
-
-def _loaded(folder: Path) -> Task:
-    """Harbor's task of a folder; raises ConfigError, which names file, field and value."""
-    file = folder / "task.toml"
-    try:
-        task = Task(folder)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{file} is not TOML: {error}") from None
-    except ValidationError as error:
-        detail = error.errors()[0]
-        place = ".".join(str(part) for part in detail["loc"])
-        given = shown(detail["input"])
-        raise ConfigError(f"{file}: {place} is {given}: {problem_text(detail)}") from None
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{folder}: {error}") from None
-    if task.has_steps:
-        raise ConfigError(f"{file}: steps: tasks with several steps are not supported")
-    if task_has_any_separate_verifier(task.config):
-        raise ConfigError(f"{file}: verifier: tests in a container of their own are not supported")
-    return task
-
-
-def _sandbox_of(name: str) -> EnvironmentType | None:
-    """Harbor's environment of a name; None: ours."""
-    if name in ("local", "podman", "docker"):
-        return None
-    known = {one.value: one for one in EnvironmentType}
-    known |= {f"harbor-{own}": known[own] for own in ("docker", "podman")}
-    if name not in known:
-        raise ConfigError(
-            f"sandbox is {name!r}: expected 'local', 'podman', 'docker', or one of Harbor's: "
-            f"{', '.join(sorted(known))}"
-        )
-    return known[name]
 
 
 def _limits(given: Mapping[str, Any] | None) -> ContainerLimits:

@@ -1,5 +1,6 @@
 """Nothing of a run is left, however it ends: containers, volumes, processes, folders."""
 
+import asyncio
 import os
 import random
 import shutil
@@ -115,7 +116,8 @@ async def test_a_full_disk_fails_rollouts_and_leaves_nothing(small_disk, task_of
         await environment.judge(row, outputs[0].response)
     await environment.close()
     # Without any room podman may not even forget a container: it does when there is some.
-    subprocess.run(["mount", "-o", "remount,size=80m", small_disk], check=True)
+    larger = ["mount", "-o", "remount,size=80m", small_disk]
+    await asyncio.to_thread(subprocess.run, larger, check=True)
     again = await environment.workflow(row, Model())
     assert again.metrics == {"agent_timeout": 0}
     await environment.close()
