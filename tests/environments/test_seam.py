@@ -286,7 +286,7 @@ def test_paths_in_it_begin_at_the_file(tmp_path):
     )
     assert load_config(file).tuner.environment.arguments == {
         "folder": str(tmp_path / "tasks"),
-        "eval_folder": str(tmp_path.parent / "eval"),
+        "eval_folder": str(tmp_path.parent / "held_out"),
     }
     file.write_text("tuner: {environment: 'harbor:tasks'}\n")
     assert load_config(file).tuner.environment == f"harbor:{tmp_path / 'tasks'}"
