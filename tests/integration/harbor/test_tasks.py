@@ -302,6 +302,20 @@ def broken(folder):
     return folder
 
 
+async def test_an_agent_of_harbors_uses_the_session(task_of, harbor):
+    keys = [{"keystrokes": "echo hello > greeting.txt\n", "duration": 0.3}]
+    work = {"analysis": "", "plan": "", "commands": keys, "task_complete": False}
+    done = {**work, "commands": [], "task_complete": True}
+    answers = [json.dumps(work), json.dumps(done), json.dumps(done)]
+    options = {"record_terminal_session": False}
+    environment = harbor(task_of(), agent="terminus-2", agent_options=options)
+    async with gateway_of(StubEngine(answers, max_model_len=100_000)) as gateway:
+        session = gateway.open_session("rollout")
+        _, judged = await rewarded(environment, model=PlainChatModel(session))
+        calls = session.seal()
+    assert (judged.reward, len(calls)) == (1, 3)
+
+
 @pytest.fixture
 def compose(tmp_path, monkeypatch):
     """Harbor's own podman works: with podman-compose, and limits that need no rights."""
