@@ -63,7 +63,7 @@ for pause in 0 0 1 3; do
     if [ -n "$found" ]; then "$@" rm --force --volumes $found
     elif [ "$word" = close ]; then break; fi
 done
-rm -rf "${TMPDIR:-/tmp}/$OWNER"-*
+if [ "$word" != close ]; then rm -rf "${TMPDIR:-/tmp}/$PROCESS"-*; fi
 """
 # Also what the client has stored without knowing it as a container any more.
 _EXTERNAL = {"podman": "--external", "docker": ""}
@@ -126,7 +126,8 @@ class ContainerEngine:
     def __post_init__(self) -> None:
         self.kind = Path(self.program).name
         self._starting = asyncio.Semaphore(_STARTS_AT_ONCE)
-        self._owner = _owner()
+        self._folder: Path | None = None  # its monitors write files to where they are started
+        self._owner = f"{_process()}-{os.urandom(3).hex()}"
 
     @classmethod
     async def of(
@@ -338,6 +339,7 @@ class ContainerEngine:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={**os.environ, **(environment or {})},
+            cwd=self._folder,
             start_new_session=True,  # Ctrl-C is for us
         )
         assert process.stdout is not None
@@ -367,6 +369,7 @@ class ContainerEngine:
         _remove_left_folders()
 
     def _watch(self) -> None:
+        self._folder = owned_folder()
         self._watcher = subprocess.Popen(
             ["sh", "-c", _WATCHER, "sh", self.program, *self.options],
             stdin=subprocess.PIPE,
@@ -375,6 +378,7 @@ class ContainerEngine:
             env={
                 **os.environ,
                 "OWNER": self._owner,
+                "PROCESS": _process(),
                 "EXTERNAL": _EXTERNAL[self.kind],
                 "TMPDIR": tempfile.gettempdir(),
             },
@@ -382,10 +386,12 @@ class ContainerEngine:
         )
 
     def close(self) -> None:
-        """Remove all containers of this process; blocks until they are gone."""
-        watcher, self._watcher = self._watcher, None
-        if watcher is not None:
+        """Remove all containers of this engine; blocks until they are gone."""
+        watcher, folder = self._watcher, self._folder
+        self._watcher = self._folder = None
+        if watcher is not None and folder is not None:
             watcher.communicate(b"close\n")
+            remove_folder(folder)
 
 
 async def _read(stream: asyncio.StreamReader, most: int) -> tuple[bytes, bool]:
@@ -447,14 +453,14 @@ def _machine() -> str:
     return f"{zlib.crc32(f'{socket.gethostname()} {space}'.encode()):08x}"
 
 
-def _owner() -> str:
+def _process() -> str:
     return f"{PREFIX}-{_machine()}-{os.getpid()}-{_started(os.getpid())}"
 
 
 def _orphaned(name: str) -> bool:
     """Whether a name is that of a container or folder of a process of this machine that has
     ended."""
-    found = re.fullmatch(rf"{PREFIX}-{_machine()}-(\d+)-(\d+)-\w+", name)
+    found = re.fullmatch(rf"{PREFIX}-{_machine()}-(\d+)-(\d+)-[\w-]+", name)
     if found is None:
         return False
     try:
@@ -474,4 +480,4 @@ def _remove_left_folders() -> None:
 
 def owned_folder() -> Path:
     """A temporary folder that is removed at the next start if this process is killed."""
-    return Path(tempfile.mkdtemp(prefix=f"{_owner()}-"))
+    return Path(tempfile.mkdtemp(prefix=f"{_process()}-"))

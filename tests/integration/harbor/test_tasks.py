@@ -207,6 +207,14 @@ async def test_a_response_that_is_dropped_takes_its_container_along(task_of, har
         await environment.judge(environment.train_dataset[0], "a text of the trace")
 
 
+async def test_an_environment_that_is_closed_leaves_another_alone(task_of, harbor):
+    first, second = (harbor(task_of("echo 1 >/logs/verifier/reward.txt"), agent=idle) for _ in "ab")
+    row = first.train_dataset[0]
+    outputs = [await one.workflow(row, Model()) for one in (first, second)]
+    await first.close()
+    assert (await second.judge(row, outputs[1].response)).reward == 1
+
+
 async def test_many_at_once_and_some_cancelled(task_of, harbor):
     async def agent(task, terminal, model):
         await terminal.run("sleep 0.2; echo hello >greeting.txt")
