@@ -1,6 +1,7 @@
 """Nothing of a run is left, however it ends: containers, volumes, processes, folders."""
 
 import asyncio
+import contextlib
 import os
 import random
 import shutil
@@ -42,8 +43,12 @@ def rollouts(run, count):
 
 
 def watchers(run):
-    children = psutil.Process(run.pid).children(recursive=True)
-    return [child for child in children if child.cmdline()[:2] == ["sh", "-c"]]
+    found = []
+    for child in psutil.Process(run.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if child.cmdline()[:2] == ["sh", "-c"]:
+                found.append(child)
+    return found
 
 
 def ended(run, how, draw):
