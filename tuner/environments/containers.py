@@ -59,7 +59,8 @@ trap '' INT TERM HUP
 read word
 for pause in 0 0 1 3; do
     sleep $pause
-    found=$("$@" ps --all $EXTERNAL --format '{{.Names}}' | grep "^$OWNER-")
+    listed=$("$@" ps --all $EXTERNAL --format '{{.Names}}') || continue
+    found=$(echo "$listed" | grep "^$OWNER-")
     if [ -n "$found" ]; then "$@" rm --force --volumes $found
     elif [ "$word" = close ]; then break; fi
 done
