@@ -10,6 +10,7 @@
 # make test-frameworks   the tests that need agent frameworks or DSPy, in an environment of their own
 # make test-trackers   the tests that run W&B, MLflow and SwanLab, in an environment of their own
 # make test-environments   the tests with verifiers, OpenEnv, TRL, gymnasium, reasoning_gym and TextArena, in an environment of their own
+# make test-harbor   tasks in Harbor's format in real containers, in an environment on Python 3.12 (5 GB); needs podman and root
 # make test-trinity   the tests that run Trinity-RFT on Ray, in an environment of their own (7 GB)
 # make test-cluster   Ray clusters and engines on several machines, which are namespaces of this one; as test-trinity
 # make test-vllm   the tests that run vLLM on a CPU, in an environment of their own (3.6 GB)
@@ -50,6 +51,8 @@ VENV11 := .venv-openenv
 BIN11 := $(VENV11)/bin
 VENV12 := .venv-oldest
 BIN12 := $(VENV12)/bin
+VENV13 := .venv-harbor
+BIN13 := $(VENV13)/bin
 
 # Otherwise each process that imports PyTorch compiles it anew: half of what a short one does.
 unexport PYTHONDONTWRITEBYTECODE
@@ -62,7 +65,7 @@ PARALLEL := --numprocesses $(shell expr $$(nproc || echo 2) + 1) --dist loadfile
 # Each file's engine or cluster is one worker's, and starting one keeps no more than a core busy.
 TOGETHER := --numprocesses 2 --dist loadfile
 
-.PHONY: demo demo-real test test-oldest types test-learning test-real test-agentscope2 test-browser test-frameworks test-trackers test-environments test-trinity test-cluster \
+.PHONY: demo demo-real test test-oldest types test-learning test-real test-agentscope2 test-browser test-frameworks test-trackers test-environments test-harbor test-trinity test-cluster \
 	test-vllm test-workers test-models test-chaos test-nightly test-sglang dist test-dist docs audit bench gpu install environments clean
 
 install: $(VENV)/.installed
@@ -158,6 +161,20 @@ test-environments: $(VENV10)/.installed $(VENV11)/.installed
 	$(BIN10)/pytest tests/integration/environments --ignore tests/integration/environments/test_openenv.py $(ARGS)
 	$(BIN11)/pytest tests/integration/environments/test_openenv.py $(ARGS)
 
+# Harbor needs Python 3.12; the environment is made by that.
+PYTHON312 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12) python3.12)
+$(VENV13)/.installed: pyproject.toml constraints-harbor.txt
+	$(PYTHON312) .ci/install $(VENV13) --constraint constraints-harbor.txt --editable '.[harbor]' podman-compose psutil pytest pytest-asyncio
+	touch $@
+
+# Where Python 3.12 or containers cannot be had, it says so and does not fail; that no test ran is seen.
+test-harbor:
+	@if ! $(PYTHON312) --version; then \
+	echo "SKIPPED: test-harbor ran no test: there is no python3.12; set PYTHON312" >&2; \
+	elif ! command -v podman || ! command -v mmdebstrap; then \
+	echo "SKIPPED: test-harbor ran no test: Debian's packages podman, runc and mmdebstrap are not installed" >&2; \
+	else $(MAKE) $(VENV13)/.installed && OMP_NUM_THREADS=1 $(BIN13)/pytest tests/integration/harbor $(SELECT) $(ARGS); fi
+
 $(VENV4)/.installed: constraints-trinity.txt
 	$(INSTALL) $(VENV4) --no-deps --requirement constraints-trinity.txt --editable .
 	touch $@
@@ -225,7 +242,7 @@ test-chaos: $(VENV)/.installed-dev
 	exit $$failed
 
 test-nightly:
-	$(MAKE) test test-real test-workers test-agentscope2 test-frameworks test-trackers test-environments test-browser test-vllm test-trinity test-cluster SELECT= QUICK= TUNER_EXAMPLES=all
+	$(MAKE) test test-real test-workers test-agentscope2 test-frameworks test-trackers test-environments test-harbor test-browser test-vllm test-trinity test-cluster SELECT= QUICK= TUNER_EXAMPLES=all
 
 # What CI installs while tests run; a suite says itself what it could not install.
 environments:
@@ -235,6 +252,7 @@ environments:
 	-$(MAKE) $(VENV10)/.installed
 	-$(MAKE) $(VENV11)/.installed
 	-$(MAKE) $(VENV9)/.installed
+	-$(MAKE) $(VENV13)/.installed
 	-$(MAKE) $(VENV4)/.installed
 	-$(MAKE) $(VENV5)/.installed
 	-$(MAKE) $(VENV7)/.installed

@@ -6,6 +6,7 @@ import json
 import pickle
 import shutil
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,14 @@ from tuner.cli import app
 from tuner.config.load import load_config
 from tuner.config.schema import KINDS
 from tuner.environments import Areal, Environment, Gymnasium
-from tuner.errors import ConfigError, DatasetError, FunctionError, TrainingError, TunerError
+from tuner.errors import (
+    ConfigError,
+    DatasetError,
+    FunctionError,
+    MissingDependencyError,
+    TrainingError,
+    TunerError,
+)
 from tuner.runs.environment import CLASSES, brought, from_settings
 from tuner.tasks.functions import JudgeOutput
 from tuner.tasks.loading import load_named
@@ -260,6 +268,12 @@ def test_every_kind_of_the_file_has_its_class():
         assert issubclass(getattr(import_module(module), name), Environment)
 
 
+@pytest.mark.skipif(find_spec("harbor") is not None, reason="Harbor is installed")
+def test_without_harbor_its_extra_is_named(tmp_path):
+    with pytest.raises(MissingDependencyError, match=r"Python 3.12.*\[harbor\]"):
+        brought(f"harbor:{tmp_path}")
+
+
 def test_paths_in_it_begin_at_the_file(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("tuner: {environment: {kind: gymnasium, id: X, agent: here.py:play}}\n")
@@ -267,6 +281,15 @@ def test_paths_in_it_begin_at_the_file(tmp_path):
     assert environment.arguments == {"id": "X", "agent": f"{tmp_path / 'here.py'}:play"}
     file.write_text("tuner: {environment: here.py:made}\n")
     assert load_config(file).tuner.environment == f"{tmp_path / 'here.py'}:made"
+    file.write_text(
+        "tuner: {environment: {kind: harbor, folder: tasks, eval_folder: ../held_out}}\n"
+    )
+    assert load_config(file).tuner.environment.arguments == {
+        "folder": str(tmp_path / "tasks"),
+        "eval_folder": str(tmp_path.parent / "held_out"),
+    }
+    file.write_text("tuner: {environment: 'harbor:tasks'}\n")
+    assert load_config(file).tuner.environment == f"harbor:{tmp_path / 'tasks'}"
 
 
 def test_the_commands_take_it_from_the_file(random_model_path, tmp_path):
@@ -408,7 +431,12 @@ def test_a_text_names_a_kind_and_its_first_argument(monkeypatch, text):
     assert given == [name, name]
 
 
-@pytest.mark.parametrize("text", ["program:made", "reasoning_gym:", "nonsense"])
+@pytest.mark.parametrize("text", ["program:made", "nonsense"])
 def test_other_texts_are_no_environment_in_python(text):
     with pytest.raises(FunctionError, match=r"or a text such as reasoning_gym:NAME"):
         brought(text)
+
+
+def test_a_kind_without_its_argument_is_refused():
+    with pytest.raises(ConfigError, match="environment is 'textarena:': expected 'textarena:' and"):
+        brought("textarena:")

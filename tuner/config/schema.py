@@ -1542,6 +1542,7 @@ KINDS = (
     "textarena",
     "areal",
     "program",
+    "harbor",
     "mixture",
 )
 

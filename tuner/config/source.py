@@ -422,6 +422,8 @@ PATHS = (
     "checkpoint_root_dir",
     "model.chat_template_path",
     "tuner.history.sources.*",
+    "tuner.environment.folder",
+    "tuner.environment.eval_folder",
     "tuner.environment.keep",
     "tuner.environment.readable.*",
 )
@@ -447,6 +449,8 @@ FUNCTIONS = (
     "tuner.environment.*",
     "tuner.serving.redact",
 )
+# `harbor:FOLDER`, an environment.
+HARBOR = "harbor:"
 # `path/file.py`, or `package.module`, which is not a path.
 MODULES = ("tuner.imports", "tuner.imports.*")
 
@@ -484,6 +488,8 @@ def absolute_paths(
         pattern = "tuner.environment.*"
     if pattern in MODULES and value.endswith(".py"):
         return absolute(value, folder)
+    if pattern == "tuner.environment" and value.startswith(HARBOR):
+        return HARBOR + absolute(value.removeprefix(HARBOR), folder)
     if pattern in FUNCTIONS:
         file, colon, name = value.rpartition(":")
         return f"{absolute(file, folder)}:{name}" if colon and file.endswith(".py") else value

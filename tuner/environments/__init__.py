@@ -10,6 +10,7 @@ from tuner.runs.environment import Environment, brought
 if TYPE_CHECKING:
     from tuner.environments.areal_environments import Areal
     from tuner.environments.gymnasium_environments import Gymnasium
+    from tuner.environments.harbor_tasks import Harbor, Terminal, TerminalAgent
     from tuner.environments.mixture import Mixture
     from tuner.environments.openenv import OpenEnv, ToolCall
     from tuner.environments.program import Program, ProgramOutput
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "Areal": "tuner.environments.areal_environments",
     "Gymnasium": "tuner.environments.gymnasium_environments",
+    "Harbor": "tuner.environments.harbor_tasks",
     "Mixture": "tuner.environments.mixture",
     "OpenEnv": "tuner.environments.openenv",
     "Program": "tuner.environments.program",
@@ -29,6 +31,8 @@ _MODULE_OF = {
     "ReasoningGym": "tuner.environments.reasoning_gym_sets",
     "TRL": "tuner.environments.trl",
     "TextArena": "tuner.environments.textarena_games",
+    "Terminal": "tuner.environments.harbor_tasks",
+    "TerminalAgent": "tuner.environments.harbor_tasks",
     "ToolCall": "tuner.environments.openenv",
     "Verifiers": "tuner.environments.verifiers_environments",
 }
@@ -38,11 +42,14 @@ __all__ = [
     "Areal",
     "Environment",
     "Gymnasium",
+    "Harbor",
     "Mixture",
     "OpenEnv",
     "Program",
     "ProgramOutput",
     "ReasoningGym",
+    "Terminal",
+    "TerminalAgent",
     "TextArena",
     "ToolCall",
     "Verifiers",

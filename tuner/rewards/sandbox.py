@@ -20,7 +20,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -113,13 +121,38 @@ async def way_out(gateway: str | None, folder: Path) -> AsyncIterator[tuple[int,
     if gateway is None:
         yield None
         return
+    host, port = gateway_address(gateway)
+    beside = folder.parent
+    own = beside.is_relative_to(tempfile.gettempdir()) and len(os.fsencode(beside)) < _LONGEST
+    with tempfile.TemporaryDirectory(prefix="tuner-gate-", dir=beside if own else None) as place:
+        gate = Path(place, "gate")
+        server = await asyncio.start_unix_server(relay(host, port), gate)
+        try:
+            yield port, gate
+        finally:
+            server.close()
+
+
+def gateway_address(gateway: str) -> tuple[str, int]:
+    """Host and port of a gateway on this machine.
+
+    Raises:
+        SandboxError: It is on another one.
+    """
     to = urlsplit(gateway)
     host, port = to.hostname, to.port or {"http": 80}.get(to.scheme)
     if host not in ("127.0.0.1", "localhost") or port is None:
         raise SandboxError(
-            f"the gateway is at {gateway!r}; a program in bubblewrap can reach only one on this "
+            f"the gateway is at {gateway!r}; an isolated program can reach only one on this "
             "machine, such as http://127.0.0.1:8000/v1; isolation 'process' can reach any"
         )
+    return host, port
+
+
+def relay(
+    host: str, port: int
+) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
+    """A server's callback that connects each client to an address."""
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -129,15 +162,7 @@ async def way_out(gateway: str | None, folder: Path) -> AsyncIterator[tuple[int,
             return
         await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
 
-    beside = folder.parent
-    own = beside.is_relative_to(tempfile.gettempdir()) and len(os.fsencode(beside)) < _LONGEST
-    with tempfile.TemporaryDirectory(prefix="tuner-gate-", dir=beside if own else None) as place:
-        gate = Path(place, "gate")
-        server = await asyncio.start_unix_server(connected, gate)
-        try:
-            yield port, gate
-        finally:
-            server.close()
+    return connected
 
 
 async def _pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:

@@ -28,6 +28,7 @@ from tuner.tasks.settings import WITHOUT_FILE, TuneArguments, settings_of
 CLASSES: dict[str, str] = {
     "areal": "tuner.environments.areal_environments:Areal",
     "gymnasium": "tuner.environments.gymnasium_environments:Gymnasium",
+    "harbor": "tuner.environments.harbor_tasks:Harbor",
     "mixture": "tuner.environments.mixture:Mixture",
     "openenv": "tuner.environments.openenv:OpenEnv",
     "program": "tuner.environments.program:Program",
@@ -38,7 +39,7 @@ CLASSES: dict[str, str] = {
 }
 # Kinds that a text names with the first argument: `reasoning_gym:chain_sum`. Each is the name of a
 # library's package, so no module of the user's is meant.
-_BY_NAME = ("gymnasium", "openenv", "reasoning_gym", "textarena", "verifiers")
+_BY_NAME = ("gymnasium", "harbor", "openenv", "reasoning_gym", "textarena", "verifiers")
 # Package of the given object's class -> our class for it.
 _BRINGERS: dict[str, str] = {
     "gymnasium": "tuner.environments.gymnasium_environments:Gymnasium",
@@ -119,7 +120,7 @@ def brought(found: Any) -> Environment:
     """
     if isinstance(found, Environment):
         return found
-    if isinstance(found, str) and (named := _by_name(found)) is not None:
+    if isinstance(found, str) and (named := _by_name(found, "environment")) is not None:
         return named
     for made in type(found).__mro__:
         if bringer := _BRINGERS.get(made.__module__.partition(".")[0]):
@@ -132,11 +133,13 @@ def brought(found: Any) -> Environment:
     )
 
 
-def _by_name(text: str) -> Environment | None:
+def _by_name(text: str, setting: str) -> Environment | None:
     """The environment `kind:name`, or None if the text is another reference."""
     kind, _, name = text.partition(":")
-    if kind not in _BY_NAME or not name:
+    if kind not in _BY_NAME:
         return None
+    if not name:
+        raise ConfigError(f"{setting} is {text!r}: expected '{kind}:' and its first argument")
     made: Environment = _class_of(CLASSES[kind])(name)
     return made
 
@@ -154,7 +157,7 @@ def from_settings(given: str | EnvironmentSection | Mapping[str, Any], setting: 
         FunctionError: The loaded object is not an environment.
     """
     if isinstance(given, str):
-        if (known := _by_name(given)) is not None:
+        if (known := _by_name(given, setting)) is not None:
             known.named = True
             return known
         found = load_named(given, setting=setting, kind="environment")

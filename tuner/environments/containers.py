@@ -1,0 +1,484 @@
+"""Containers by podman or docker, through the client's commands: created, used and always removed.
+
+A container has no network unless it is given one, and its name says which process of this machine
+it belongs to. A watcher removes the containers of a process that ends in any way, also by SIGKILL;
+each new engine removes those of processes that were killed together with their watcher.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tuner.errors import MissingDependencyError, SandboxError
+from tuner.rewards.sandbox import gateway_address, relay
+from tuner.rewards.sandbox import remove as remove_folder
+
+logger = logging.getLogger("tuner.environments")
+PREFIX = "tuner-box"
+"""Beginning of the names of containers, and of temporary folders beside them."""
+_PATIENCE = 120.0  # seconds for a command of the client
+_GRACE = 15.0  # more for one that has a time limit inside
+_STARTS_AT_ONCE = 4
+# Options of the client, and whether limits are set to what this process may give. The first works
+# on most machines; the others with hybrid cgroups, an old crun, or limits that cannot be raised.
+_WAYS: dict[str, tuple[tuple[tuple[str, ...], bool], ...]] = {
+    "podman": (
+        ((), False),
+        ((), True),
+        (("--cgroup-manager=cgroupfs",), True),
+        (("--runtime=runc", "--cgroup-manager=cgroupfs"), True),
+    ),
+    "docker": (((), False), ((), True)),
+}
+_MOST = {"nofile": (resource.RLIMIT_NOFILE, 1 << 20), "nproc": (resource.RLIMIT_NPROC, 30_000)}
+_FOUND: dict[str, tuple[tuple[str, ...], tuple[str, ...], set[str]]] = {}
+"""Options and limits that were found, by program."""
+# Its first process: it ends at once when it is told to, and waits for the orphans of others.
+_IDLE = ("sh", "-c", "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done")
+# Removes what has this name when its standard input ends, and looks again: on a full disk the
+# client may fail at first, and if nobody said "close", one may be about to create something.
+_WATCHER = """
+trap '' INT TERM HUP
+read word
+for pause in 0 0 1 3; do
+    sleep $pause
+    listed=$("$@" ps --all $EXTERNAL --format '{{.Names}}') || continue
+    found=$(echo "$listed" | grep "^$OWNER-")
+    if [ -n "$found" ]; then "$@" rm --force --volumes $found
+    elif [ "$word" = close ]; then break; fi
+done
+if [ "$word" != close ]; then rm -rf "${TMPDIR:-/tmp}/$PROCESS"-*; fi
+"""
+# Also what the client has stored without knowing it as a container any more.
+_EXTERNAL = {"podman": "--external", "docker": ""}
+
+
+@dataclass(frozen=True)
+class ContainerLimits:
+    """Cores, MiB of memory without swap, MiB that may be written, and number of processes; None:
+    not limited."""
+
+    cpus: float | None = None
+    memory_mb: int | None = None
+    disk_mb: int | None = None
+    processes: int | None = 512
+
+    def words(self) -> dict[str, list[str]]:
+        """The client's options, by what they limit."""
+        given = {
+            "cpus": (self.cpus, ["--cpus={}"]),
+            "memory": (self.memory_mb, ["--memory={}m", "--memory-swap={}m"]),
+            "disk": (self.disk_mb, ["--storage-opt=size={}m"]),
+            "processes": (self.processes, ["--pids-limit={}"]),
+        }
+        return {
+            name: [word.format(value) for word in words]
+            for name, (value, words) in given.items()
+            if value is not None
+        }
+
+
+@dataclass(frozen=True)
+class CommandResult:
+    """A command's exit status as in a shell, its output up to a limit, whether there was more, and
+    whether it was ended at its time limit."""
+
+    status: int
+    stdout: bytes
+    stderr: bytes
+    cut: bool = False
+    timed_out: bool = False
+
+    @property
+    def problem(self) -> str:
+        """The end of what it said about its failure; empty if it has not failed."""
+        said = (self.stderr.strip() or self.stdout.strip()).decode(errors="replace")
+        return (said[-800:] or f"status {self.status}") if self.status else ""
+
+
+@dataclass
+class ContainerEngine:
+    """A client that works here: its path, its options before a command, its options for limits of
+    each process, and what it cannot limit here."""
+
+    program: str
+    options: tuple[str, ...] = ()
+    limits: tuple[str, ...] = ()
+    unlimited: set[str] = field(default_factory=set)
+    _watcher: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.kind = Path(self.program).name
+        self._starting = asyncio.Semaphore(_STARTS_AT_ONCE)
+        self._folder: Path | None = None  # its monitors write files to where they are started
+        self._owner = f"{_process()}-{os.urandom(3).hex()}"
+
+    @classmethod
+    async def of(
+        cls,
+        image: Callable[[ContainerEngine], Awaitable[str]],
+        limits: ContainerLimits,
+        *,
+        kind: str | None = None,
+    ) -> ContainerEngine:
+        """The first client that can run a container of an image.
+
+        Args:
+            image: Pulls or builds the image with a client, and returns its name.
+            limits: Limits that are tried; one that does not hold here is warned of.
+            kind: "podman" or "docker"; None: whichever works.
+
+        Raises:
+            MissingDependencyError: There is no such client; it says why for each.
+        """
+        refused = []
+        for name in ("podman", "docker") if kind is None else (kind,):
+            if (program := shutil.which(name)) is None:
+                refused.append(f"{name} is not installed")
+                continue
+            engine = cls(program)
+            try:
+                await engine._adapt(await image(engine), limits)
+            except SandboxError as error:
+                refused.append(str(error))
+                continue
+            await engine._remove_leftovers()
+            engine._watch()
+            return engine
+        raise MissingDependencyError(f"no container can be started: {'; '.join(refused)}")
+
+    async def _adapt(self, image: str, limits: ContainerLimits) -> None:
+        """Find the options with which a container starts, and the limits that hold here."""
+        if self.program in _FOUND:
+            self.options, self.limits, self.unlimited = _FOUND[self.program]
+            return
+
+        async def trial(*more: str) -> str:
+            words = ("--name", f"{self._owner}-trial", "--network=none", *self.limits, *more)
+            return (await self.call("run", "--rm", *words, image, "true")).problem
+
+        problem = ""
+        for options, limited in _WAYS[self.kind]:
+            self.options, self.limits = options, given_limits() if limited else ()
+            if not (problem := await trial()):
+                break
+        else:
+            raise SandboxError(f"{self.kind} cannot start {image!r}: {problem}")
+        for name, words in {**limits.words(), "disk": ["--storage-opt=size=64m"]}.items():
+            if problem := await trial(*words):
+                self.unlimited.add(name)
+                logger.warning(
+                    "%s cannot limit %s here, so containers run without that limit: %s",
+                    self.kind,
+                    name,
+                    problem.splitlines()[-1],
+                )
+        _FOUND[self.program] = self.options, self.limits, self.unlimited
+
+    async def pull(self, image: str, *, seconds: float) -> None:
+        """Pull an image, unless the client has it; raises SandboxError."""
+        if (await self.call("image", "inspect", image)).status:
+            await self._must(f"has no image {image!r}", "pull", image, seconds=seconds)
+
+    async def build(self, folder: Path, tag: str, *, seconds: float) -> None:
+        """Build an image from a folder's Dockerfile, unless the client has one of this tag; raises
+        SandboxError."""
+        if (await self.call("image", "inspect", tag)).status == 0:
+            return
+        words: tuple[str, ...] = ("--tag", tag, str(folder))
+        until = time.monotonic() + seconds
+        built = await self.call("build", *words, seconds=seconds)
+        if built.status and not built.timed_out and self.kind == "podman":
+            # This needs no runtime; the layers that were built are kept.
+            words = ("--isolation=chroot", *given_limits(), *words)
+            built = await self.call("build", *words, seconds=until - time.monotonic())
+        if built.status:
+            raise SandboxError(f"{self.kind} cannot build {folder}/Dockerfile: {built.problem}")
+
+    async def create(
+        self,
+        image: str,
+        limits: ContainerLimits,
+        *,
+        environment: Mapping[str, str],
+        network: bool = False,
+    ) -> str:
+        """Start a container that does nothing, with the client's usual network or none; returns its
+        name. Raises SandboxError."""
+        name = f"{self._owner}-{os.urandom(6).hex()}"
+        words = [*self.limits, "--stop-timeout=0", "--ulimit=core=0"]
+        words += [] if network else ["--network=none"]
+        for limited, more in limits.words().items():
+            words += [] if limited in self.unlimited else more
+        if "disk" in self.unlimited and limits.disk_mb is not None:
+            words.append(f"--ulimit=fsize={limits.disk_mb * 2**20}")  # of a single file, at least
+        own, variables = _variables(environment)
+        start = ("run", "--detach", "--name", name, *words, *variables, image, *_IDLE)
+        async with self._starting:
+            # Ending a client that is about to start one would leave parts of it.
+            running = asyncio.ensure_future(self.call(*start, environment=own))
+            try:
+                done = await asyncio.shield(running)
+            except asyncio.CancelledError:
+                await _finished(self._removed_after(running, name))
+                raise
+        if done.status:
+            await self.remove(name)
+            raise SandboxError(f"{self.kind} did not start {image!r}: {done.problem}")
+        return name
+
+    async def _removed_after(self, running: asyncio.Future[CommandResult], name: str) -> None:
+        await running
+        await self.remove(name)
+
+    async def exec(
+        self,
+        name: str,
+        command: str,
+        *,
+        seconds: float | None = None,
+        environment: Mapping[str, str] | None = None,
+        workdir: str | None = None,
+        user: str | int | None = None,
+    ) -> CommandResult:
+        """Run a command of bash in a container; its time limit kills it with its children."""
+        own, words = _variables(environment or {})
+        words += [] if workdir is None else ["--workdir", workdir]
+        words += [] if user is None else ["--user", str(user)]
+        # Inside, since ending the client would leave the command running.
+        limited = [] if seconds is None else ["timeout", "--signal=KILL", f"{seconds:.3f}"]
+        patience = None if seconds is None else seconds + _GRACE
+        began = time.monotonic()
+        words += [name, *limited, "bash", "-c", command]
+        done = await self.call("exec", *words, environment=own, seconds=patience)
+        late = seconds is not None and time.monotonic() - began >= seconds
+        killed = done.status == 128 + signal.SIGKILL and late
+        timed_out = done.timed_out or killed
+        return CommandResult(done.status, done.stdout, done.stderr, done.cut, timed_out)
+
+    async def copy_in(self, name: str, source: str, target: str) -> None:
+        """Copy a file, or with "/." at its end the content of a folder, into a container; raises
+        SandboxError."""
+        await self._must(f"cannot copy {source} to {target}", "cp", source, f"{name}:{target}")
+
+    async def copy_out(self, name: str, source: str, *, limit: int) -> bytes:
+        """A file or folder of a container as a tar archive; raises SandboxError, also if that is
+        larger than `limit` bytes."""
+        done = await self._must(
+            f"cannot copy {source}", "cp", f"{name}:{source}", "-", output=limit
+        )
+        if done.cut:
+            raise SandboxError(f"{source} is larger than {limit} bytes: it is not copied")
+        return done.stdout
+
+    async def remove(self, name: str) -> None:
+        """Remove a container with its processes and volumes, if it is there."""
+        for pause in (0.0, 0.1, 1.0):  # on a full disk the first call makes room for the next
+            await asyncio.sleep(pause)
+            if (await self.call("rm", "--force", "--volumes", name)).status == 0:
+                return
+
+    @asynccontextmanager
+    async def reaching(self, name: str, gateway: str) -> AsyncIterator[None]:
+        """Let programs in a container reach one address of this machine, by its URL here, while the
+        block runs.
+
+        The socket is opened in the container's network by a thread of this process, so that the
+        image needs no program for it. This takes root here. Raises SandboxError.
+        """
+        host, port = gateway_address(gateway)
+        found = await self.call("inspect", "--format", "{{.State.Pid}}", name)
+        with ThreadPoolExecutor(1) as inside:
+            try:
+                pid = int(found.stdout or b"0")
+                door = await asyncio.wrap_future(inside.submit(_listen_inside, pid, port))
+            except OSError as error:
+                raise SandboxError(
+                    f"no socket can be opened in the network of a container ({error}), so a "
+                    "program in it cannot reach the model: run as root, or use an agent outside"
+                ) from error
+        server = await asyncio.start_server(relay(host, port), sock=door)
+        try:
+            yield
+        finally:
+            server.close()
+
+    async def _must(self, otherwise: str, *words: str, **more: Any) -> CommandResult:
+        done = await self.call(*words, **more)
+        if done.status:
+            raise SandboxError(f"{self.kind} {otherwise}: {done.problem}")
+        return done
+
+    async def call(
+        self,
+        *words: str,
+        environment: Mapping[str, str] | None = None,
+        seconds: float | None = _PATIENCE,
+        output: int = 1_000_000,
+    ) -> CommandResult:
+        """Run a command of the client; of each stream `output` bytes are kept."""
+        process = await asyncio.create_subprocess_exec(
+            *(self.program, *self.options, *words),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **(environment or {})},
+            cwd=self._folder,
+            start_new_session=True,  # Ctrl-C is for us
+        )
+        assert process.stdout is not None
+        assert process.stderr is not None
+        reading = asyncio.gather(
+            _read(process.stdout, output), _read(process.stderr, output), process.wait()
+        )
+        try:
+            (out, cut), (err, more), status = await asyncio.wait_for(reading, seconds)
+        except TimeoutError:
+            said = f"{self.kind} {words[0]} took longer than {seconds:g} s".encode()
+            return CommandResult(128 + signal.SIGKILL, b"", said, timed_out=True)
+        finally:
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    process.kill()
+                await _finished(process.wait())
+        return CommandResult(status if status >= 0 else 128 - status, out, err, cut or more)
+
+    async def _remove_leftovers(self) -> None:
+        """Remove containers and temporary folders of processes of this machine that have ended."""
+        words = [_EXTERNAL[self.kind]] if _EXTERNAL[self.kind] else []
+        listed = await self.call("ps", "--all", *words, "--format", "{{.Names}}")
+        if left := [name for name in listed.stdout.decode().split() if _orphaned(name)]:
+            logger.warning("removing %d containers of processes that were killed", len(left))
+            await self.call("rm", "--force", "--volumes", *left)
+        _remove_left_folders()
+
+    def _watch(self) -> None:
+        self._folder = owned_folder()
+        self._watcher = subprocess.Popen(
+            ["sh", "-c", _WATCHER, "sh", self.program, *self.options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={
+                **os.environ,
+                "OWNER": self._owner,
+                "PROCESS": _process(),
+                "EXTERNAL": _EXTERNAL[self.kind],
+                "TMPDIR": tempfile.gettempdir(),
+            },
+            start_new_session=True,
+        )
+
+    def close(self) -> None:
+        """Remove all containers of this engine; blocks until they are gone."""
+        watcher, folder = self._watcher, self._folder
+        self._watcher = self._folder = None
+        if watcher is not None and folder is not None:
+            watcher.communicate(b"close\n")
+            remove_folder(folder)
+
+
+async def _read(stream: asyncio.StreamReader, most: int) -> tuple[bytes, bool]:
+    """What a stream has, up to a number of bytes, and whether there was more."""
+    kept, cut = bytearray(), False
+    while data := await stream.read(65536):
+        cut = cut or len(kept) + len(data) > most
+        kept += data[: most - len(kept)]
+    return bytes(kept), cut
+
+
+async def _finished(work: Coroutine[Any, Any, Any]) -> None:
+    """Finish `work`, even if this is cancelled."""
+    running = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await running
+        raise
+
+
+def given_limits() -> tuple[str, ...]:
+    """Options that set limits to those of this process, which need not be raised for them."""
+    found = []
+    for name, (own, most) in _MOST.items():
+        hard = resource.getrlimit(own)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(hard, most)
+        found.append(f"--ulimit={name}={most}:{most}")
+    return tuple(found)
+
+
+def _listen_inside(pid: int, port: int) -> socket.socket:
+    """A listening socket in the network of another process; changes this thread's network."""
+    with open(f"/proc/{pid}/ns/net") as network:
+        os.setns(network.fileno(), os.CLONE_NEWNET)  # type: ignore[attr-defined]  # Python 3.12
+    return socket.create_server(("127.0.0.1", port))
+
+
+def _variables(given: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Variables for the client, and its options that pass them on: their values stay out of the
+    list of processes, unless the client has such a variable itself."""
+    own = {name: value for name, value in given.items() if name not in os.environ}
+    words = [name if name in own else f"{name}={value}" for name, value in given.items()]
+    return own, [f"--env={word}" for word in words]
+
+
+def _started(pid: int) -> str:
+    """When a process started, so that another one with its id is not taken for it."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return "0"
+
+
+def _machine() -> str:
+    """This machine, or namespace of processes, in which process ids have their meaning."""
+    space = ""
+    with suppress(OSError):
+        space = os.readlink("/proc/self/ns/pid")
+    return f"{zlib.crc32(f'{socket.gethostname()} {space}'.encode()):08x}"
+
+
+def _process() -> str:
+    return f"{PREFIX}-{_machine()}-{os.getpid()}-{_started(os.getpid())}"
+
+
+def _orphaned(name: str) -> bool:
+    """Whether a name is that of a container or folder of a process of this machine that has
+    ended."""
+    found = re.fullmatch(rf"{PREFIX}-{_machine()}-(\d+)-(\d+)-[\w-]+", name)
+    if found is None:
+        return False
+    try:
+        os.kill(int(found[1]), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return _started(int(found[1])) != found[2]
+
+
+def _remove_left_folders() -> None:
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}-*"):
+        if _orphaned(folder.name):
+            remove_folder(folder)
+
+
+def owned_folder() -> Path:
+    """A temporary folder that is removed at the next start if this process is killed."""
+    return Path(tempfile.mkdtemp(prefix=f"{_process()}-"))

@@ -1,0 +1,463 @@
+"""Harbor's tasks and sandboxes: containers of ours behind Harbor's interface, and Harbor's own."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+import os
+import shlex
+import tarfile
+import tomllib
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from pydantic import ValidationError
+
+from tuner.environments.containers import ContainerEngine, ContainerLimits
+from tuner.environments.program import model_variables
+from tuner.errors import (
+    ConfigError,
+    MissingDependencyError,
+    RewardError,
+    RewardTimeout,
+    SandboxError,
+    pip_install,
+    problem_text,
+)
+from tuner.rewards.sandbox import remove
+from tuner.tasks.functions import shown
+
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # or it downloads a table of prices
+try:
+    from harbor.agents.factory import AgentFactory
+    from harbor.environments.base import BaseEnvironment, ExecResult, transfer_tar_filter
+    from harbor.environments.capabilities import (
+        EnvironmentCapabilities,
+        EnvironmentResourceCapabilities,
+    )
+    from harbor.environments.definition import require_agent_environment_definition
+    from harbor.environments.factory import EnvironmentFactory
+    from harbor.models.agent.context import AgentContext
+    from harbor.models.agent.name import AgentName
+    from harbor.models.environment_type import EnvironmentType
+    from harbor.models.task.config import NetworkMode, NetworkPolicy
+    from harbor.models.task.task import Task
+    from harbor.models.task.verifier_mode import task_has_any_separate_verifier
+    from harbor.models.trial.config import AgentConfig
+    from harbor.models.trial.paths import EnvironmentPaths, TrialPaths
+    from harbor.verifier.verifier import Verifier
+except (ImportError, SyntaxError) as error:  # older Pythons cannot read its files
+    raise MissingDependencyError(
+        f"tasks of Harbor need harbor 0.25 and Python 3.12 ({error}): {pip_install('harbor')}"
+    ) from error
+
+logger = logging.getLogger("tuner.environments")
+AGENTS = sorted(AgentName.values())
+_COPIED_BYTES = 64 * 2**20
+_FEEDBACK = 4000
+_INSIDE = EnvironmentPaths()
+_LOGS = (_INSIDE.agent_dir, _INSIDE.verifier_dir, _INSIDE.artifacts_dir)
+
+
+class Containers:
+    """The client that containers are started with, found at the first one, and its images."""
+
+    def __init__(self, kind: str | None, limits: ContainerLimits) -> None:
+        self.limits, self._kind = limits, kind
+        self._lock = asyncio.Lock()
+        self._engine: ContainerEngine | None = None
+        self._images: dict[str, str] = {}
+
+    async def image(self, environment: BaseEnvironment) -> tuple[ContainerEngine, str]:
+        """The client, and the name of a task's image, pulled or built once."""
+        config, content = environment.task_env_config, environment.environment_id
+
+        async def get(engine: ContainerEngine) -> str:
+            if config.docker_image:
+                await engine.pull(config.docker_image, seconds=config.build_timeout_sec)
+                return str(config.docker_image)
+            tag, seconds = f"localhost/tuner-harbor:{content}", config.build_timeout_sec
+            await engine.build(environment.environment_dir, tag, seconds=seconds)
+            return tag
+
+        async with self._lock:
+            if self._engine is None:
+                self._engine = await ContainerEngine.of(get, self.limits, kind=self._kind)
+            key = config.docker_image or content
+            if key not in self._images:
+                self._images[key] = await get(self._engine)
+            return self._engine, self._images[key]
+
+    async def close(self) -> None:
+        """Remove all containers."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await asyncio.to_thread(engine.close)
+
+
+class ContainerSandbox(BaseEnvironment):  # type: ignore[misc]  # harbor has no types here
+    """A container of podman or docker, without compose."""
+
+    engine: ContainerEngine
+    container = ""
+
+    def __init__(self, *args: Any, containers: Containers, **kwargs: Any) -> None:
+        self._containers = containers
+        super().__init__(*args, **kwargs)
+
+    @staticmethod
+    def type() -> str:
+        return "local"
+
+    @property
+    def capabilities(self) -> EnvironmentCapabilities:
+        return EnvironmentCapabilities(disable_internet=True)
+
+    @classmethod
+    def resource_capabilities(cls) -> EnvironmentResourceCapabilities:
+        able = ("cpu_limit", "memory_limit", "fractional_cpus")
+        return EnvironmentResourceCapabilities(**dict.fromkeys(able, True))
+
+    def _validate_definition(self) -> None:
+        image = self.task_env_config.docker_image
+        require_agent_environment_definition(self.environment_dir, docker_image=image)
+        if (self.environment_dir / "docker-compose.yaml").exists():
+            raise ValueError(
+                "environment/docker-compose.yaml has several containers: set sandbox to one of "
+                "Harbor's that has compose, such as 'harbor-docker'"
+            )
+
+    async def start(self, force_build: bool) -> None:
+        self.engine, image = await self._containers.image(self)
+        own = {
+            "cpus": self._effective_cpus,
+            "memory_mb": self._effective_memory_mb,
+            "disk_mb": self._effective_storage_mb,
+        }
+        given = {name: value for name, value in own.items() if value is not None}
+        limits = replace(self._containers.limits, **given)
+        self.container = await self.engine.create(
+            image, limits, environment=self._startup_env(), network=not self._network_disabled
+        )
+        folders = self._ensure_dirs_command(_LOGS)
+        if self.task_env_config.workdir:
+            folders += f" && mkdir -p {shlex.quote(self.task_env_config.workdir)}"
+        made = await self.engine.exec(self.container, folders, user="root")
+        if made.status:
+            raise SandboxError(f"the image {image!r} needs bash: {made.problem}")
+        await self._upload_environment_dir_after_start()
+
+    async def stop(self, delete: bool) -> None:
+        if self.container:
+            await self.engine.remove(self.container)
+
+    async def exec(
+        self,
+        command: str,
+        cwd: str | None = None,
+        env: dict[str, str] | None = None,
+        timeout_sec: float | None = None,
+        user: str | int | None = None,
+    ) -> ExecResult:
+        done = await self.engine.exec(
+            self.container,
+            command,
+            seconds=timeout_sec,
+            environment=self._merge_env(env),
+            workdir=cwd or self.task_env_config.workdir,
+            user=self._resolve_user(user),
+        )
+        stderr = done.stderr.decode(errors="replace")
+        if done.timed_out:
+            stderr += f"\nended at its time limit of {timeout_sec:g} s"
+        stdout = done.stdout.decode(errors="replace")
+        return ExecResult(stdout=stdout, stderr=stderr, return_code=done.status)
+
+    async def upload_file(self, source_path: Path | str, target_path: str) -> None:
+        await self._upload(str(source_path), target_path, str(PurePosixPath(target_path).parent))
+
+    async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
+        await self._upload(f"{source_dir}/.", target_dir, target_dir)
+
+    async def _upload(self, source: str, target: str, folder: str) -> None:
+        await self.exec(f"mkdir -p {shlex.quote(folder)}", user="root")
+        await self.engine.copy_in(self.container, source, target)
+
+    async def download_file(self, source_path: str, target_path: Path | str) -> None:
+        with await self._archive(source_path) as tar:
+            _extract_file(tar, Path(target_path))
+
+    async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
+        with await self._archive(f"{source_dir}/.") as tar:
+            tar.extractall(target_dir, filter=transfer_tar_filter)
+
+    async def _archive(self, source: str) -> tarfile.TarFile:
+        found = await self.engine.copy_out(self.container, source, limit=_COPIED_BYTES)
+        return tarfile.open(fileobj=io.BytesIO(found))
+
+
+def _extract_file(tar: tarfile.TarFile, target: Path) -> None:
+    content = tar.extractfile(tar.getmembers()[0])
+    if content is None:
+        raise SandboxError(f"{tar.getmembers()[0].name} is not a file")
+    target.write_bytes(content.read())
+
+
+@dataclass(eq=False)
+class TaskSandbox:
+    """A sandbox of a task, behind Harbor's interface, and the folders for its logs here."""
+
+    task: Task
+    environment: BaseEnvironment
+    paths: TrialPaths
+
+    async def stop(self) -> None:
+        """Remove it."""
+        try:
+            await self.environment.stop(delete=True)
+        except Exception as error:
+            logger.warning("a sandbox of %s was not removed: %s", self.task.name, error)
+        remove(self.paths.trial_dir)
+
+
+def made(
+    task: Task,
+    paths: TrialPaths,
+    containers: Containers,
+    *,
+    sandbox: str,
+    network: str,
+    options: Mapping[str, Any],
+) -> TaskSandbox:
+    """A sandbox of a task, not started yet; raises what Harbor raises if it cannot be."""
+    config = task.config.environment.model_copy(deep=True)
+    policy = config.resolve_baseline()
+    if network == "none":
+        policy = NetworkPolicy(network_mode=NetworkMode.NO_NETWORK)
+    here = (paths.agent_dir, paths.verifier_dir, paths.artifacts_dir)
+    given: dict[str, Any] = {
+        "environment_dir": task.paths.environment_dir,
+        "environment_name": task.short_name,
+        "session_id": paths.trial_dir.name,
+        "trial_paths": paths,
+        "task_env_config": config,
+        "network_policy": policy,
+        "logger": logger,
+        "auto_mounts": [
+            {"type": "bind", "source": str(source), "target": str(target)}
+            for source, target in zip(here, _LOGS, strict=True)
+        ],
+        **options,
+    }
+    kind = sandbox_of(sandbox)
+    if kind is None:
+        return TaskSandbox(task, ContainerSandbox(containers=containers, **given), paths)
+    return TaskSandbox(task, EnvironmentFactory.create_environment(kind, **given), paths)
+
+
+class SandboxPool:
+    """Starts sandboxes, some of them early for the next rollout of a task, and removes them.
+
+    Args:
+        make: Makes the sandbox of a task, which is then started.
+        ahead: Number of sandboxes that are started before they are needed, when none is waited for.
+    """
+
+    def __init__(self, make: Callable[[Task], TaskSandbox], ahead: int) -> None:
+        self._make, self._ahead = make, ahead
+        self._early: deque[tuple[Task, asyncio.Task[TaskSandbox]]] = deque()
+        self._kept: deque[TaskSandbox] = deque()
+        self._live: set[TaskSandbox] = set()
+        self._ending: set[asyncio.Task[None]] = set()
+        self._waiting = 0
+
+    async def take(self, task: Task) -> TaskSandbox:
+        """A started sandbox of the task."""
+        for kept in self._kept:
+            if kept.task is task:
+                self._kept.remove(kept)
+                return kept
+        self._waiting += 1
+        try:
+            sandbox = await self._started_early(task) or await self._started(task)
+        finally:
+            self._waiting -= 1
+        if self._ahead and not self._waiting:
+            self._start_early(task)
+        return sandbox
+
+    async def _started_early(self, task: Task) -> TaskSandbox | None:
+        for found in self._early:
+            if found[0] is task:
+                self._early.remove(found)
+                try:
+                    return await asyncio.shield(found[1])
+                except asyncio.CancelledError:
+                    self._early.append(found)
+                    raise
+                except Exception as error:  # said again by the next one, if it lasts
+                    logger.info("a sandbox of %s did not start early: %s", task.name, error)
+                    return None
+        return None
+
+    async def _started(self, task: Task) -> TaskSandbox:
+        sandbox = self._make(task)
+        self._live.add(sandbox)
+        seconds = task.config.environment.build_timeout_sec
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                await sandbox.environment.start(force_build=False)
+                await sandbox.environment.run_healthcheck()
+        except BaseException as error:
+            self.drop(sandbox)
+            if isinstance(error, TimeoutError) and limit.expired():
+                raise SandboxError(
+                    f"the sandbox of {task.name} did not start within {seconds:g} s "
+                    "(environment.build_timeout_sec)"
+                ) from None
+            raise
+        return sandbox
+
+    def _start_early(self, task: Task) -> None:
+        if any(waiting is task for waiting, _ in self._early):
+            return
+        while len(self._early) >= self._ahead:
+            self._early.popleft()[1].add_done_callback(self._drop_started)
+        self._early.append((task, asyncio.ensure_future(self._started(task))))
+
+    def _drop_started(self, started: asyncio.Task[TaskSandbox]) -> None:
+        if not started.cancelled() and started.exception() is None:
+            self.drop(started.result())
+
+    def give_back(self, sandbox: TaskSandbox) -> None:
+        """Keep a sandbox for the next rollout of its task: no more than are in use."""
+        self._kept.append(sandbox)
+        if len(self._kept) > max(self._ahead, len(self._live) - len(self._kept)):
+            self.drop(self._kept.popleft())
+
+    def drop(self, sandbox: TaskSandbox) -> None:
+        """Remove a sandbox in the background."""
+        if sandbox not in self._live:
+            return
+        try:
+            ending = asyncio.get_running_loop().create_task(sandbox.stop())
+        except RuntimeError:  # no event loop: close() removes it
+            return
+        self._live.discard(sandbox)
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+
+    async def close(self) -> None:
+        """Remove all sandboxes."""
+        loop = asyncio.get_running_loop()
+        early = [started for _, started in self._early if started.get_loop() is loop]
+        for started in early:
+            started.cancel()
+        await asyncio.gather(*early, return_exceptions=True)
+        ending = [task for task in self._ending if task.get_loop() is loop]
+        stopping = [sandbox.stop() for sandbox in self._live]
+        self._live.clear()
+        await asyncio.gather(*ending, *stopping, return_exceptions=True)
+
+
+async def run_harbors_agent(
+    name: str, options: Mapping[str, Any], sandbox: TaskSandbox, values: Mapping[str, str]
+) -> None:
+    """Let one of Harbor's agents work, with the session's URL and key."""
+    config = AgentConfig(
+        name=name,
+        model_name=f"openai/{values['model']}",
+        env=model_variables(values),
+        kwargs=dict(options),
+    )
+    own: dict[str, Any] = {}
+    if name == AgentName.ORACLE.value:
+        own = {"task_dir": sandbox.task.task_dir, "trial_paths": sandbox.paths}
+    agent = AgentFactory.create_agent_from_config(
+        config, logs_dir=sandbox.paths.agent_dir, logger=logger, **own
+    )
+    context = AgentContext()
+    with sandbox.environment.scoped_exec_env(dict(config.env)):
+        await agent.setup(sandbox.environment)
+        await agent.run(sandbox.task.instruction, sandbox.environment, context)
+
+
+async def verified(sandbox: TaskSandbox, key: str) -> tuple[float, dict[str, float]]:
+    """The reward of a task's tests, and their others; raises RewardError."""
+    name, config = sandbox.task.name, sandbox.task.config.verifier
+    verifier = Verifier(sandbox.task, sandbox.paths, sandbox.environment, logger=logger)
+    try:
+        with sandbox.environment.with_default_user(config.user):
+            async with asyncio.timeout(config.timeout_sec) as limit:
+                rewards = dict((await verifier.verify()).rewards or {})
+    except Exception as error:
+        if isinstance(error, TimeoutError) and limit.expired():
+            raise RewardTimeout(
+                f"the tests of {name} took longer than {config.timeout_sec:g} s "
+                "(verifier.timeout_sec)"
+            ) from None
+        why = "".join(f": {type(one).__name__}: {one}" for one in (error, error.__cause__) if one)
+        said = tests_said(sandbox)
+        raise RewardError(
+            f"the tests of {name} gave no reward{why}" + (f"\nThey said: {said}" if said else "")
+        ) from error
+    key = key if len(rewards) > 1 else next(iter(rewards), key)
+    if key not in rewards:
+        raise RewardError(
+            f"the tests of {name} give {', '.join(rewards) or 'nothing'}: set reward to the one "
+            "that counts"
+        )
+    reward = float(rewards.pop(key))
+    return reward, {f"reward_{other}": float(value) for other, value in rewards.items()}
+
+
+def tests_said(sandbox: TaskSandbox) -> str | None:
+    path = sandbox.paths.test_stdout_path
+    if not path.is_file() or path.is_symlink():
+        return None
+    return path.read_text("utf-8", "replace").strip()[-_FEEDBACK:] or None
+
+
+def networked(tasks: Iterable[Task]) -> list[str]:
+    """Names of the tasks that have a network in Harbor."""
+    modes = {task.name: task.config.environment.network_mode for task in tasks}
+    return [name for name, mode in modes.items() if mode != NetworkMode.NO_NETWORK]
+
+
+def loaded(folder: Path) -> Task:
+    """Harbor's task of a folder; raises ConfigError, which names file, field and value."""
+    file = folder / "task.toml"
+    try:
+        task = Task(folder)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file} is not TOML: {error}") from None
+    except ValidationError as error:
+        detail = error.errors()[0]
+        place = ".".join(str(part) for part in detail["loc"])
+        given = shown(detail["input"])
+        raise ConfigError(f"{file}: {place} is {given}: {problem_text(detail)}") from None
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{folder}: {error}") from None
+    if task.has_steps:
+        raise ConfigError(f"{file}: steps: tasks with several steps are not supported")
+    if task_has_any_separate_verifier(task.config):
+        raise ConfigError(f"{file}: verifier: tests in a container of their own are not supported")
+    return task
+
+
+def sandbox_of(name: str) -> EnvironmentType | None:
+    """Harbor's environment of a name; None: ours."""
+    if name in ("local", "podman", "docker"):
+        return None
+    known = {one.value: one for one in EnvironmentType}
+    known |= {f"harbor-{own}": known[own] for own in ("docker", "podman")}
+    if name not in known:
+        raise ConfigError(
+            f"sandbox is {name!r}: expected 'local', 'podman', 'docker', or one of Harbor's: "
+            f"{', '.join(sorted(known))}"
+        )
+    return known[name]
