@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
 import shutil
@@ -11,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from tuner.errors import MissingDependencyError
 
 ROOT = Path(__file__).resolve().parents[3]
 TASKS = ROOT / "examples" / "terminal" / "tasks"
@@ -24,9 +27,25 @@ def podman(*words: str) -> str:
     return subprocess.run(["podman", *words], capture_output=True, text=True, check=True).stdout
 
 
+NO_CONTAINER = 75
+"""Exit status where no container can be started, so that no test ran."""
+
+
 @pytest.fixture(scope="session", autouse=True)
 def image() -> None:
-    subprocess.run(["sh", ROOT / "examples/terminal/make_image.sh"], check=True)
+    from tuner.environments.containers import ContainerEngine, ContainerLimits
+
+    async def start() -> None:
+        (await ContainerEngine.of(named, ContainerLimits(), kind="podman")).close()
+
+    async def named(engine: ContainerEngine) -> str:
+        return IMAGE
+
+    try:
+        subprocess.run(["sh", ROOT / "examples/terminal/make_image.sh"], check=True)
+        asyncio.run(start())
+    except (subprocess.CalledProcessError, MissingDependencyError) as error:
+        pytest.exit(str(error), NO_CONTAINER)
 
 
 def left() -> dict[str, list[str]]:
