@@ -116,7 +116,7 @@ def test_openenv_starts_a_server_for_each_worker(left_by_workers, tmp_path):
     script.write_text(SERVER.format(root=str(EXAMPLES.parent)))
     command = [sys.executable, str(script), "{port}"]
     left_by_workers(lambda: OpenEnv(command=command, max_turns=2, train_tasks=4, eval_tasks=0))
-    assert children() == []
+    assert not [command for command in children() if str(script) in command]
 
 
 def test_a_server_at_one_place_is_not_started_by_each_worker():
