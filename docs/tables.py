@@ -226,6 +226,11 @@ API_PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "evaluation": ("tuner", "../prompts.md", ("tools", "rewards")),
     "errors": ("tuner", "", ("errors",)),
     "environments": ("tuner.environments", "../environments.md", ()),
+    "task_sets": (
+        "tuner.environments",
+        "../task_sets.md",
+        ("harbor_tasks", "mixture", "reasoning_gym_sets", "textarena_games"),
+    ),
     "serving": ("tuner.serving", "../serving.md", ()),
     "traces": ("tuner.traces", "../traces.md", ()),
     "rewards": ("tuner.rewards", "../rewards.md", ()),
