@@ -58,7 +58,10 @@ def ended(run, how, draw):
         for watcher in watchers(run):
             watcher.kill()
     run.send_signal(signal.SIGINT if how == "Ctrl-C" else signal.SIGKILL)
-    run.communicate(timeout=60)
+    try:
+        run.communicate(timeout=60)
+    finally:
+        run.kill()  # or it would disturb the other tests
 
 
 @pytest.mark.parametrize(
