@@ -75,7 +75,7 @@ def nothing_is_left(tmp_path, monkeypatch):
     wait_for_nothing()
 
 
-def wait_for_nothing(seconds: float = 15) -> None:
+def wait_for_nothing(seconds: float = 60) -> None:
     """Check that nothing is left, or not for long."""
     until = time.monotonic() + seconds
     found = None
