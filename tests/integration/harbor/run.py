@@ -7,6 +7,7 @@ Without a folder nothing is trained: rollouts follow each other without end.
 
 import asyncio
 import random
+import signal
 import sys
 from pathlib import Path
 
@@ -59,4 +60,6 @@ def main(task, folder=None, *overrides):
 
 
 if __name__ == "__main__":
+    # A process that is started in the background of a shell ignores it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     main(*sys.argv[1:])
