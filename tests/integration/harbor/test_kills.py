@@ -64,9 +64,9 @@ def ended(run, how, draw):
         run.kill()  # or it would disturb the other tests
 
 
-# Beside other suites podman takes so long that no limit of time would hold.
-@pytest.mark.nightly
-@pytest.mark.parametrize(("kills", "each"), [(3, 3), (20, 10)])
+@pytest.mark.parametrize(
+    ("kills", "each"), [(3, 3), pytest.param(20, 10, marks=pytest.mark.nightly)]
+)
 def test_runs_that_are_killed_leave_nothing(kills, each, task_of, tmp_path):
     draw = random.Random(kills)
     ways = ["SIGKILL", "Ctrl-C", "with its watcher"]
@@ -106,7 +106,6 @@ def small_disk(tmp_path, monkeypatch):
     subprocess.run(["umount", disk], check=True)
 
 
-@pytest.mark.nightly
 async def test_a_full_disk_fails_rollouts_and_leaves_nothing(small_disk, task_of, harbor):
     async def agent(task, terminal, model):
         await terminal.run("dd if=/dev/zero of=/app/big bs=1M count=100")
