@@ -19,7 +19,7 @@ import subprocess
 import tempfile
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.errors import MissingDependencyError, SandboxError
-from tuner.rewards.sandbox import gateway_address, relay
+from tuner.rewards.sandbox import finished, gateway_address, relay
 from tuner.rewards.sandbox import remove as remove_folder
 
 logger = logging.getLogger("tuner.environments")
@@ -237,7 +237,7 @@ class ContainerEngine:
             try:
                 done = await asyncio.shield(running)
             except asyncio.CancelledError:
-                await _finished(self._removed_after(running, name))
+                await finished(self._removed_after(running, name))
                 raise
         if done.status:
             await self.remove(name)
@@ -357,7 +357,7 @@ class ContainerEngine:
             if process.returncode is None:
                 with suppress(ProcessLookupError):
                     process.kill()
-                await _finished(process.wait())
+                await finished(process.wait())
         return CommandResult(status if status >= 0 else 128 - status, out, err, cut or more)
 
     async def _remove_leftovers(self) -> None:
@@ -396,22 +396,12 @@ class ContainerEngine:
 
 
 async def _read(stream: asyncio.StreamReader, most: int) -> tuple[bytes, bool]:
-    """What a stream has, up to a number of bytes, and whether there was more."""
+    """Read a stream to its end; returns its first `most` bytes, and whether there were more."""
     kept, cut = bytearray(), False
     while data := await stream.read(65536):
         cut = cut or len(kept) + len(data) > most
         kept += data[: most - len(kept)]
     return bytes(kept), cut
-
-
-async def _finished(work: Coroutine[Any, Any, Any]) -> None:
-    """Finish `work`, even if this is cancelled."""
-    running = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await running
-        raise
 
 
 def given_limits() -> tuple[str, ...]:

@@ -445,7 +445,7 @@ def loaded(folder: Path) -> Task:
     if task.has_steps:
         raise ConfigError(f"{file}: steps: tasks with several steps are not supported")
     if task_has_any_separate_verifier(task.config):
-        raise ConfigError(f"{file}: verifier: tests in a container of their own are not supported")
+        raise ConfigError(f"{file}: verifier: tests in a separate container are not supported")
     return task
 
 

@@ -201,7 +201,7 @@ class HarborOutput:
 class Harbor(Environment):
     """Tasks in Harbor's format.
 
-    Rows have `task`, its name, `folder` and `instruction`. Each rollout has a container of its own,
+    Rows have `task`, its name, `folder` and `instruction`. Each rollout has its own container,
     without a network. When the agent is done, or its time is over, the task's tests run in it, and
     their reward file is the reward.
 

@@ -166,7 +166,7 @@ class TextArena(Environment):
 
 
 class Game:
-    """A game that has begun, with random numbers of its own.
+    """A game that has begun, with its own random numbers.
 
     `observation` is what `player` sees before its move: all so far (`whole`), or only what is new.
     """

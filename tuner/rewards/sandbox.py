@@ -339,7 +339,7 @@ async def _attended(
             over = "timeout"
     finally:
         full.cancel()
-        await _kill(_killed(process, kind, ended, scratch))
+        await finished(_killed(process, kind, ended, scratch))
     return (bytes(output.parts[0]), bytes(output.parts[1])), over
 
 
@@ -375,8 +375,8 @@ async def _fed(stream: asyncio.StreamWriter | None, text: str | bytes | None) ->
         await stream.wait_closed()
 
 
-async def _kill(work: Coroutine[Any, Any, None]) -> None:
-    """Let `work` finish, even if this is cancelled."""
+async def finished(work: Coroutine[Any, Any, Any]) -> None:
+    """Finish `work`, even if this is cancelled."""
     ending = asyncio.ensure_future(work)
     try:
         await asyncio.shield(ending)

@@ -33,6 +33,7 @@ async def name_of(task, terminal, model):
 async def shown_containers(count):
     """Names of the containers, once there are that many."""
     async with asyncio.timeout(20):
+        # podman has no event to wait for.
         while len(names := podman("ps", "-a", "--format", "{{.Names}}").split()) != count:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
     return names
