@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from tuner.config import RemoteModel, RunConfig, load_config
@@ -289,6 +289,7 @@ names_of_folders = st.text(min_size=1).filter(
     monitors=st.lists(st.sampled_from(["wandb", "tensorboard"]), unique=True),
     failure=st.sampled_from(["drop", "abort", {"penalize": -0.5}]),
 )
+@example(name="1e6", template="1e6", lr=1.0, steps=None, monitors=[], failure="drop")
 def test_effective_configuration_reads_back_unchanged(
     tmp_path_factory, name, template, lr, steps, monitors, failure
 ):

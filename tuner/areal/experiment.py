@@ -23,7 +23,7 @@ from pydantic_core import ErrorDetails
 from tuner.areal.hyperparameters import GenerationHyperparameters, setting
 from tuner.config import RunConfig, load_config
 from tuner.config.foreign import read_table
-from tuner.config.source import parse_override, read_yaml
+from tuner.config.source import as_yaml, parse_override, read_yaml
 from tuner.errors import ConfigError, problem_text
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ def load_expr_config(argv: Sequence[str], config_class: type[ConfigT]) -> tuple[
     make_private(folder)
     written = folder / "areal.yaml"
     plain = TypeAdapter(config_class).dump_python(config, mode="json")
-    written.write_text(OmegaConf.to_yaml(OmegaConf.create(plain)))
+    written.write_text(as_yaml(plain))
     return config, str(written)
 
 

@@ -54,7 +54,7 @@ from tuner.config.algorithms import (
     PolicyLossName,
     PromptTeacher,
 )
-from tuner.config.source import concealed, secret_variable
+from tuner.config.source import as_yaml, concealed, secret_variable
 from tuner.encoding import displayable
 from tuner.errors import ConfigError
 
@@ -1933,10 +1933,7 @@ class RunConfig(Section):
     def to_yaml(self) -> str:
         """The effective configuration as YAML; `load_config` reads it back unchanged, except for
         secrets that were given in clear text."""
-        from omegaconf import OmegaConf
-
-        escaped = _escaped(self.model_dump(mode="json"))
-        return OmegaConf.to_yaml(OmegaConf.create(concealed(escaped, self._references)))
+        return as_yaml(concealed(_escaped(self.model_dump(mode="json")), self._references))
 
     def public(self) -> dict[str, Any]:
         """The effective configuration without secrets, as JSON."""

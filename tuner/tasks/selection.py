@@ -44,7 +44,10 @@ def seed_everything(seed: int) -> None:
 
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:  # which would also look for devices, for 3 ms each time
+        torch.default_generator.manual_seed(seed)
 
 
 def planned_steps(config: RunConfig, tasks: int) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.config.load import read_layers
-from tuner.config.source import concealed, lookup
+from tuner.config.source import as_yaml, concealed, lookup
 from tuner.errors import ConfigError, FunctionError
 from tuner.rollouts.worker_pool import require_answer
 from tuner.runs.directory import free_name
@@ -135,9 +135,7 @@ def prepare(
 
 def to_yaml(tree: Mapping[str, Any], references: Mapping[str, str]) -> str:
     """The configuration as a file for Trinity-RFT and `tuner run`, without secrets."""
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_yaml(OmegaConf.create(concealed(tree, references)))
+    return as_yaml(concealed(tree, references))
 
 
 def _check_functions(
