@@ -460,8 +460,8 @@ def _why_quiet(
     if len(rewards) == 1:
         return (
             f"Every rollout of the last step had the same reward, {rewards.pop():g}: "
-            f"{common}training uses the differences between the rewards of a group. If it is the "
-            "lowest reward, start with easier tasks or a stronger model, or give partial credit; "
+            f"{common}training uses the differences between the rewards of a group. If that reward "
+            "is the lowest, start with easier tasks or a stronger model, or give partial credit; "
             "if it is the highest, the model has nothing left to learn here. Raising "
             "algorithm.repeat_times or model.temperature also makes differences more likely"
         )

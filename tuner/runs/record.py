@@ -322,7 +322,10 @@ def finished_result(
         return None
     if trains and not directory.checkpoint(last).exists():
         longest, ended = max(directory.checkpoint_steps(), default=0), _stored_result(directory)
-        if longest < last or Path(ended.checkpoint or "").name != directory.checkpoint(longest).name:
+        if (
+            longest < last
+            or Path(ended.checkpoint or "").name != directory.checkpoint(longest).name
+        ):
             return None
         last = longest
     result = read_result(directory, last)
