@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 import tuner
 from tuner import cli
@@ -71,23 +72,7 @@ def test_alone_it_says_what_there_is(capsys, monkeypatch):
         assert name in output
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "init",
-        "run",
-        "train",
-        "check",
-        "eval",
-        "compare",
-        "doctor",
-        "export",
-        "view",
-        "replay",
-        "rebase",
-        "rerun",
-    ],
-)
+@pytest.mark.parametrize("command", get_command(cli.app).commands)
 def test_help_has_an_example(command, capsys, monkeypatch):
     status, output, _ = said(capsys, monkeypatch, command, "--help")
     assert not status

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from docs import recordings, tables
 from tests.kit import forked, runs
@@ -100,6 +101,21 @@ def test_the_recordings_of_the_terminal_have_the_form_of_a_run(
     found = recordings.forms(printed) - recordings.forms(recordings.PAGE.read_text("utf-8"))
     # Of this model: what it leaves out at the end of a turn, and answers that are cut off.
     assert not {one for one in found if not one.startswith("step #: ")}
+
+
+def test_pictures_of_the_page_have_its_titles():
+    """`python -m tests.browser.screenshot` makes them again."""
+    files = (ROOT / "tuner/tools/viewer/assets").iterdir()
+    assets = "".join(file.read_text("utf-8") for file in files)
+    titles = {
+        (picture.name, title)
+        for picture in (ROOT / "docs").glob("*.png")
+        for title in Image.open(picture).text.get("Titles", "").splitlines()
+    }
+    assert len(titles) > 10
+    # A name in parentheses is the run's.
+    gone = {one for one in titles if not re.search(rf"[\">`]{one[1].split(' (')[0]}", assets)}
+    assert not gone
 
 
 YAML = [

@@ -142,10 +142,7 @@ def tune(
         "overrides": overrides,
     }
     with _parts(workflow_func, judge_func, train_dataset, given).closing() as parts:
-        try:
-            return _tuned(parts)
-        except KeyboardInterrupt as interruption:  # the frames below are of no use to anybody
-            raise interruption.with_traceback(None) from None
+        return _tuned(parts)
 
 
 def _parts(workflow: Any, judge: Any, train_dataset: Any, given: TuneArguments) -> Parts:

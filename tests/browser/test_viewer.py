@@ -107,7 +107,7 @@ def test_a_trace_opens_as_a_conversation_with_tools_and_reward(page, link):
     expect(first.locator(".message.answer .tool-call")).to_have_text(
         'calls add (c1)\n{\n  "a": 2,\n  "b": 4\n}'
     )
-    expect(first.get_by_text("1 tools offered: add")).to_be_visible()
+    expect(first.get_by_text("1 tool offered: add")).to_be_visible()
     # What an earlier call had is folded away; the result of the tool is new.
     expect(second.get_by_text("3 messages as in call 1")).to_be_visible()
     expect(second.locator(".message.tool")).to_contain_text("6")

@@ -4,14 +4,18 @@ import asyncio
 import contextlib
 import os
 import signal
+import traceback
 from functools import partial
 from pathlib import Path
 
+import tuner
 from tests.kit import forked, runs
 from tuner import AlgorithmConfig, TunerModelConfig, WorkflowOutput, tune
 from tuner.loop import run_local
 from tuner.rollouts import limits
 from tuner.tune import leave_report
+
+TUNER = str(Path(tuner.__file__).parent)
 
 
 async def stubborn(task, model, *, asked):
@@ -76,6 +80,8 @@ def interrupted_in_a_notebook(model, root, asked):
         # Its name has the time in it, so that the same cell would begin another run.
         assert command.startswith("to continue: ")
         assert f"overrides=['name={report_of(root).parent.name}']" in command
+        frames = traceback.extract_tb(interruption.__traceback__)
+        assert not [frame for frame in frames if frame.filename.startswith(TUNER)]
         assert "interrupted" in report_of(root).read_text(encoding="utf-8")
         assert not list(root.rglob(".owner"))
         (root / "ended").touch()

@@ -153,7 +153,7 @@ def test_reasoning_policy_is_recorded_and_its_cost_reported_once(tmp_path, capsy
     assert all(call.reasoning_policy == policy for pair in pairs for call in pair)
     rows = [json.loads(row) for row in (tmp_path / "p/run/metrics.jsonl").read_text().splitlines()]
     said = capsys.readouterr()
-    text = said.out + said.err
+    text = " ".join((said.out + said.err).split())
     if policy == "keep":
         kept = sum(second.kept_reasoning_ids for _, second in pairs)
         assert sum(row["tokens/kept_reasoning"] for row in rows) == kept > 0

@@ -140,9 +140,11 @@ def test_finished_run_is_not_run_again_and_says_how_to_begin_a_new_one(
     async def never(task, model):
         raise AssertionError("the run is complete")
 
-    assert tune(runs.config(random_model_path, root), workflow=never) == straight
+    for steps in (6, 5, 1):
+        shorter = runs.config(random_model_path, root, f"buffer.total_steps={steps}")
+        assert tune(shorter, workflow=never) == straight
     begin = "to begin a new run (run-2): tuner run 'my file.yaml' continue_from_checkpoint=false"
-    assert "is complete, with" in caplog.text
+    assert caplog.text.count("is complete, with 6 steps") == 3
     assert begin in caplog.text
 
 
@@ -256,9 +258,19 @@ def test_result_is_written_and_counts_every_token(straight):
     text = str(straight)
     assert "->" in text
     assert str(tokens.sampled) in text
-    # A path may be wrapped inside its cell.
-    cells = "".join(line.strip("│ ").split("│")[-1].strip() for line in text.splitlines())
-    assert "report.html" in cells
+
+
+def test_the_end_names_whole_paths_and_the_command_that_shows_the_run(straight):
+    folder, (title, *lines) = straight.run_dir, str(straight).splitlines()
+    assert title.strip() == "run: 6 steps"
+    assert str(straight.model_copy(update={"steps": 1})).split("\n")[0].strip() == "run: 1 step"
+    assert lines[-5:] == [
+        f"checkpoint   {folder}/checkpoints/step_000006",
+        f"traces       {folder}/traces",
+        f"report       {folder}/report.html",
+        f"TensorBoard  tensorboard --logdir {folder}/tensorboard",
+        f"next:        tuner view {folder}",
+    ]
 
 
 @pytest.fixture

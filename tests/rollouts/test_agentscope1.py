@@ -286,8 +286,7 @@ async def test_agents_print_nothing_in_training_unless_the_environment_asks_for_
     with quiet_agents() as line:
         await agent_of(object()).print(message)
     assert capsys.readouterr().out == shown
-    assert line == (
-        f"agents print nothing ({CONSOLE}=false shows their messages)" if given is None else None
-    )
+    told = f"AgentScope's agents print nothing ({CONSOLE}=false shows their messages)"
+    assert line == (told if given is None else None)
     await agent_of(object()).print(message)
     assert capsys.readouterr().out == "solver: hello\n"

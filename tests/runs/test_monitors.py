@@ -88,6 +88,21 @@ def test_a_step_is_plain_lines_of_at_most_100_columns_where_there_is_no_terminal
     ]
 
 
+def test_a_sentence_is_on_lines_of_at_most_100_columns():
+    sentence = f"step 1: {' '.join(['word'] * 30)} (setting.of_the_sentence; raise it)"
+    first, *more = printed(5, [lambda m: m.note(sentence)]).splitlines()
+    assert len(more) == 1
+    assert max(len(line) for line in (first, *more)) <= 100
+    assert more[0].startswith("    word")
+    assert f"{first} {more[0].strip()}" == sentence
+
+
+def test_an_answer_without_text_that_was_cut_off_says_so():
+    cut = replace(said({"content": ""}), finish_reason="length")
+    shown = printed(5, [lambda m: m.samples([trace(0, 0, [cut], reward=0.0)], 1)])
+    assert shown.endswith("    model           (no text; cut off)\n")
+
+
 def test_a_step_of_recorded_rollouts_is_not_shown_as_if_it_were_new():
     replayed = {"reward/mean": 0.5, "calls/completion_tokens": 12.4, "time/step": 0.1}
     assert printed(5, [lambda m: m.log(1, replayed)]) == (

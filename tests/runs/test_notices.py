@@ -145,7 +145,7 @@ def test_tools_that_fail_and_tools_that_were_not_offered_are_counted_with_an_exa
     unlike = [replace(one, id=replace(one.id, rollout=n)) for n, one in enumerate(traces)]
     notices = Notices(SETTINGS, compared=False)
     assert notices.of(1, unlike, SignalHistory()) == [
-        "step 1: tool (not offered): 1 calls, 100% failed",
+        "step 1: tool (not offered): 1 call, 100% failed",
         "step 1: tool add: 9 calls, 33% failed",
         "step 1: 1 of 10 tool calls are of tools that the request does not offer, most often "
         "'sum'; it offers add: name them in the system prompt",

@@ -13,6 +13,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import datasets
 import huggingface_hub
@@ -224,11 +225,13 @@ def test_missing_things_are_named(folder, tmp_path):
 def test_unreachable_hub_is_said(monkeypatch):
     import datasets
 
-    def unreachable(*args, **kwargs):
-        raise ConnectionError("Couldn't reach 'a/b' on the Hub")
-
-    monkeypatch.setattr(datasets, "get_dataset_config_names", unreachable)
-    assert "the Hugging Face Hub cannot be reached" in message("a/b")
+    for error in (
+        ConnectionError("Couldn't reach 'a/b' on the Hub"),
+        FileNotFoundError("Couldn't find 'a/b' on the Hub: LocalEntryNotFoundError: no connection"),
+    ):
+        asked = Mock(side_effect=error)
+        monkeypatch.setattr(datasets, "get_dataset_config_names", asked)
+        assert "the Hugging Face Hub cannot be reached" in message("a/b")
 
 
 def test_without_a_network_a_hub_dataset_is_given_up_at_once_in_one_sentence(monkeypatch):

@@ -38,8 +38,8 @@ def quiet_agents() -> Iterator[str | None]:
         return
     os.environ[CONSOLE] = "true"
     try:
-        imported = "agentscope" in sys.modules
-        yield f"agents print nothing ({CONSOLE}=false shows their messages)" if imported else None
+        line = f"AgentScope's agents print nothing ({CONSOLE}=false shows their messages)"
+        yield line if "agentscope" in sys.modules else None
     finally:
         del os.environ[CONSOLE]
 

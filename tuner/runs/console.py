@@ -140,6 +140,10 @@ class ConsoleMonitor:
         else:
             self._cell.say(displayable(text))
 
+    def note(self, sentence: str) -> None:
+        """Show a sentence on lines of at most `COLUMNS`, all but the first indented."""
+        self.say("\n".join(_lines(sentence.split(), between=" ")))
+
     def begin(self, what: str, count: int, *, step: int, of: str = "rollouts") -> None:
         """Rollouts start, of a training step or an evaluation; or a step on recorded rows."""
         if self._run is None:
@@ -166,7 +170,7 @@ class ConsoleMonitor:
         if trace is None or trace.outcome in self._told:
             return
         self._told.add(trace.outcome)
-        self.say(
+        self.note(
             f"rollout {trace.id} has no reward, {trace.outcome.value}: {trace.error}; further ones "
             "are counted in each step's line"
         )
@@ -262,11 +266,11 @@ CHARACTERS = 110
 """Length of a text in a sentence."""
 
 
-def _lines(parts: Sequence[str]) -> list[str]:
+def _lines(parts: Sequence[str], between: str = "  ") -> list[str]:
     """The parts on as few lines as possible, all but the first indented."""
     lines = [parts[0]]
     for part in parts[1:]:
-        longer = f"{lines[-1]}{' ' if lines[-1].endswith(':') else '  '}{part}"
+        longer = f"{lines[-1]}{' ' if lines[-1].endswith(':') else between}{part}"
         if len(longer) <= COLUMNS:
             lines[-1] = longer
         else:
@@ -319,7 +323,8 @@ def said(call: Call) -> str:
     for tool in call.response.get("tool_calls") or ():
         function = tool.get("function", {})
         parts.append(f"{function.get('name')}({function.get('arguments')})")
-    return " ".join(filter(None, parts)) or f"(no text; {call.finish_reason})"
+    ended = "cut off" if call.finish_reason == "length" else call.finish_reason
+    return " ".join(filter(None, parts)) or f"(no text; {ended})"
 
 
 def _evaluations(metrics: Mapping[str, float], label: str) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from tuner.config import RunConfig
 from tuner.runs.console import CHARACTERS, said
+from tuner.runs.result import counted
 from tuner.traces import Call, Outcome, Trace, without_vote
 from tuner.traces.trace import failed_result
 
@@ -177,14 +178,14 @@ def figures(traces: Sequence[Trace]) -> list[str]:
         rewards = [reward for _, reward in calls if reward is not None]
         cut = fmean(call.finish_reason == "length" for call, _ in calls)
         reward = f", reward {fmean(rewards):.3f}" if rewards else ""
-        lines.append(f"role {role}: {len(calls)} calls{reward}, {cut:.0%} cut off")
+        lines.append(f"role {role}: {counted(len(calls), 'call')}{reward}, {cut:.0%} cut off")
     tools: defaultdict[str, list[bool]] = defaultdict(list)
     for made in tool_calls(traces):
         offered = not made.offered or made.name in made.offered
         name = made.name if offered else "(not offered)"
         tools[name].append(made.failure is not None or not offered)
     for name, failures in sorted(tools.items()):
-        lines.append(f"tool {name}: {len(failures)} calls, {fmean(failures):.0%} failed")
+        lines.append(f"tool {name}: {counted(len(failures), 'call')}, {fmean(failures):.0%} failed")
     return lines
 
 
@@ -459,8 +460,8 @@ def _why_quiet(
     if len(rewards) == 1:
         return (
             f"Every rollout of the last step had the same reward, {rewards.pop():g}: "
-            f"{common}training uses the differences between the rewards of a group. If it is the "
-            "lowest reward, start with easier tasks or a stronger model, or give partial credit; "
+            f"{common}training uses the differences between the rewards of a group. If that reward "
+            "is the lowest, start with easier tasks or a stronger model, or give partial credit; "
             "if it is the highest, the model has nothing left to learn here. Raising "
             "algorithm.repeat_times or model.temperature also makes differences more likely"
         )

@@ -173,7 +173,7 @@ class RunRecord:
             patience=self.config.tuner.signal_patience,
             reason=reason,
         )
-        self.console.say(str(self.ended_early))
+        self.console.note(str(self.ended_early))
 
     def how_to_resume(self, step: int) -> str:
         """Location of the weights of a run that stops after this step, and how to resume it."""
@@ -223,7 +223,7 @@ class RunRecord:
         write_atomically(self.directory.result, model_json(result))
         self._completed = True
         if found := advice(result.history, self.config):
-            self.console.say(found)
+            self.console.note(found)
         return result
 
     def close(self) -> None:
@@ -308,8 +308,9 @@ def finished_result(
 ) -> TuneResult | None:
     """The result of a complete run, otherwise None.
 
-    A run that ended early is complete unless its length or `tuner.signal_patience` was raised. In
-    `mode: explore`, which has no checkpoints, the metrics give the progress.
+    A run that ended early is complete unless its length or `tuner.signal_patience` was raised, and
+    so is one that was to be longer than now. In `mode: explore`, which has no checkpoints, the
+    metrics give the progress.
     """
     trains = config.mode != "explore"
     early, last = _early_end(directory), total_steps
@@ -317,8 +318,16 @@ def finished_result(
         if config.tuner.signal_patience > early.patience:
             return None
         last = early.step
-    if not directory.result.exists() or (trains and not directory.checkpoint(last).exists()):
+    if not directory.result.exists():
         return None
+    if trains and not directory.checkpoint(last).exists():
+        longest, ended = max(directory.checkpoint_steps(), default=0), _stored_result(directory)
+        if (
+            longest < last
+            or Path(ended.checkpoint or "").name != directory.checkpoint(longest).name
+        ):
+            return None
+        last = longest
     result = read_result(directory, last)
     done = trains or any(row["step"] == last for row in result.history)
     return result if done else None

@@ -127,7 +127,7 @@ def result_table(result: TuneResult) -> str:
 
 
 def _title(result: TuneResult) -> str:
-    return f"{result.run_dir.name}: {result.steps} steps"
+    return f"{result.run_dir.name}: {counted(result.steps, 'step')}"
 
 
 def _numbers(result: TuneResult) -> Iterator[tuple[str, str]]:
@@ -249,6 +249,11 @@ def thin(values: list[float], limit: int) -> list[float]:
     if len(values) <= limit:
         return values
     return [values[round(i * (len(values) - 1) / (limit - 1))] for i in range(limit)]
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:

@@ -414,7 +414,7 @@ class RolloutSource(Source):
         cost = int(metrics.get(RECOMPUTED, 0))
         if cost and not self._costs_said and not data.replayed:
             self._costs_said = True
-            record.console.say(reasoning_notice(step, cost))
+            record.console.note(reasoning_notice(step, cost))
         if groups.ahead:
             metrics |= staleness_metrics(batch, version)
         if self._curriculum is not None:
@@ -426,7 +426,7 @@ class RolloutSource(Source):
             self._say_advice()
             signal = record.signal.after(metrics)
             for notice in self._notices.of(step, traces, signal, metrics):
-                record.console.say(notice)
+                record.console.note(notice)
         if config.mode == "explore":
             data = replace(data, batch=(batch := _explored(batch)))
             metrics |= {"tokens/trained": 0} | _dropped(batch.dropped_tokens)
@@ -438,12 +438,12 @@ class RolloutSource(Source):
         notice = self._curriculum.notice() if self._curriculum is not None else None
         if notice is not None and not self._notice_said:
             self._notice_said = True
-            self._record.console.say(notice)
+            self._record.console.note(notice)
         where = self._branching and self._branching.where
         advice = where.advice() if where and where.section.where == "best" else None
         if advice is not None and (advice.call, advice.ends) != self._advised:
             self._advised = advice.call, advice.ends
-            self._record.console.say(f"branching: {advice}")
+            self._record.console.note(f"branching: {advice}")
 
     def advance(self, step: int) -> dict[str, float]:
         groups = self._groups
@@ -469,7 +469,7 @@ class RolloutSource(Source):
         if signal.learned and signal.broken < patience and not without_update:
             if signal.quiet == patience:
                 step = int(record.recent[-1]["step"])
-                record.console.say(quiet_warning(latest, step, patience, settings))
+                record.console.note(quiet_warning(latest, step, patience, settings))
             return None
         return diagnosis(
             latest,

@@ -633,9 +633,11 @@ def _as_dataset_error(what: str) -> Iterator[None]:
         # The cause says more than "an error occurred while generating the dataset".
         lines = str(error.__cause__ or error).strip().splitlines()
         reason = lines[0] if lines else name
-        if "NotFound" in name and not isinstance(error, ConnectionError):
+        # `LocalEntryNotFoundError`: the Hub did not answer, and the cache has no such file.
+        unreached = isinstance(error, ConnectionError) or "LocalEntryNotFound" in reason
+        if "NotFound" in name and not unreached:
             text = f"does not exist, as a path or on the Hugging Face Hub ({reason})"
-        elif isinstance(error, ConnectionError) or "Offline" in name or "Connect" in name:
+        elif unreached or "Offline" in name or "Connect" in name:
             text = (
                 f"is not a local path, and the Hugging Face Hub cannot be reached ({reason}); "
                 "check the path, or download the dataset and give its folder"

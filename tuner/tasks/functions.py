@@ -691,8 +691,8 @@ def traceback_of(error: BaseException) -> str:
 
 
 class OwnFrames(contextlib.ContextDecorator, contextlib.AbstractContextManager["OwnFrames"]):
-    """While the block or the decorated function runs, the traceback of a `TunerError` has the
-    user's frames alone.
+    """While the block or the decorated function runs, the traceback of a `TunerError` or of Ctrl-C
+    has the user's frames alone.
 
     TUNER_DEBUG=1 leaves it whole.
     """
@@ -703,7 +703,7 @@ class OwnFrames(contextlib.ContextDecorator, contextlib.AbstractContextManager["
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if not isinstance(error, TunerError) or debugging():
+        if not isinstance(error, (TunerError, KeyboardInterrupt)) or debugging():
             return
         kept = None
         for one in reversed([one for one in _frames(trace) if _is_own(one)]):

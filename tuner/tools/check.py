@@ -24,7 +24,7 @@ from tuner.runs.metrics import batch_metrics, has_signal
 from tuner.runs.notices import CallSettings, call_findings, untrained
 from tuner.runs.placement import generating, layout_of, pass_tokens, peak_of
 from tuner.runs.recorded import Examples
-from tuner.runs.result import Verdict
+from tuner.runs.result import Verdict, counted
 from tuner.runs.sources import (
     ComparableGroups,
     batch_of,
@@ -170,7 +170,7 @@ def _one_call(stack: Stack, traces: Sequence[Trace]) -> Iterator[str]:
     yield from completion_lines(stack, call.completion_ids, logprobs)
     yield (
         f"  {len(call.prompt_ids)} prompt tokens, {len(call.completion_ids)} sampled, "
-        f"finish_reason {call.finish_reason}; {len(calls)} calls in this rollout"
+        f"finish_reason {call.finish_reason}; {counted(len(calls), 'call')} in this rollout"
     )
 
 
@@ -198,7 +198,7 @@ def completion_lines(stack: Stack, ids: Sequence[int], logprobs: Sequence[str]) 
 def _rewards(traces: Sequence[Trace], settings: CallSettings) -> Iterator[str]:
     yield "ROLLOUTS"
     for trace in traces:
-        size = f"{trace.sampled_tokens} tokens in {len(trace.calls)} calls"
+        size = f"{counted(trace.sampled_tokens, 'token')} in {counted(len(trace.calls), 'call')}"
         reward = "no reward" if trace.reward is None else f"reward {trace.reward:g}"
         yield f"  {trace.outcome.value}, {reward}, {size}, {_seconds(trace):.1f} s"
         if trace.error is not None:

@@ -31,6 +31,7 @@ from tuner.rollouts.chat_models import quiet_agents
 from tuner.runs.console import ConsoleMonitor
 from tuner.runs.directory import RunDirectory, make_private, outside_event_loop, write_atomically
 from tuner.runs.estimates import Estimate, estimate, paired, passes, rewards_by_task
+from tuner.runs.result import counted
 from tuner.tasks.functions import OwnFrames
 from tuner.tasks.loading import require_nothing_loads
 from tuner.tasks.settings import TuneArguments, TunerModelConfig
@@ -137,7 +138,7 @@ class Evaluation(BaseModel):
 
         for name, asked in self.sets.items():
             each = "one rollout" if asked.repeat == 1 else f"{asked.repeat} rollouts"
-            tasks = "1 task" if asked.tasks == 1 else f"{asked.tasks} tasks"
+            tasks = counted(asked.tasks, "task")
             title = f"{name}: {tasks}, {each} each, temperature {asked.temperature:g}"
             table = Table(title=title, title_justify="left")
             table.add_column()

@@ -139,7 +139,7 @@ class Watch:
             traces = self.progress.traces(step)
             signal = self._signal = self._after(traces)
             for notice in self._notices.of(step, traces, signal):
-                self.console.say(notice)
+                self.console.note(notice)
             if signal.quiet < self.patience:
                 continue
             settings = self.call_settings
@@ -147,7 +147,7 @@ class Watch:
                 reason = diagnosis(traces, self.patience, settings=settings)
                 raise NothingToLearn(f"{reason}{self._kept() if signal.learned else ''}")
             if signal.quiet == self.patience:
-                self.console.say(quiet_warning(traces, step, self.patience, settings))
+                self.console.note(quiet_warning(traces, step, self.patience, settings))
         self._ended = ended
 
     def _after(self, traces: Sequence[Trace]) -> SignalHistory:

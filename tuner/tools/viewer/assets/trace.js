@@ -96,7 +96,7 @@ function callView(trace, index, body) {
   if (earlier.messages.length) node.append(fold(`${earlier.messages.length} messages as in call ${earlier.call}`, ...earlier.messages.map((m) => messageView(m))));
   else if (index && !branch) node.append(el("div", { class: "dim" }, "A new conversation: it does not start like an earlier call."));
   node.append(...fresh.map((m) => messageView(m)));
-  if (call.tools.length) node.append(fold(`${call.tools.length} tools offered: ${call.tools.map((t) => t?.function?.name ?? t?.name ?? "?").join(", ")}`, ...call.tools.map((t) => el("pre", { class: "tool-call" }, json(t)))));
+  if (call.tools.length) node.append(fold(`${several(call.tools.length, "tool")} offered: ${call.tools.map((t) => t?.function?.name ?? t?.name ?? "?").join(", ")}`, ...call.tools.map((t) => el("pre", { class: "tool-call" }, json(t)))));
   if (body.tree) node.append(...forksOn(body.tree, trace.id.rollout).filter(({ fork }) => fork.call === index).map((one) => forkView(trace, one)));
   if (call.replayed) node.append(givenView(trace, call));
   node.classList.toggle("given", call.replayed > 0 && !sampled(call));
