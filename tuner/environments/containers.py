@@ -16,11 +16,11 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,8 +48,9 @@ _WAYS: dict[str, tuple[tuple[tuple[str, ...], bool], ...]] = {
     "docker": (((), False), ((), True)),
 }
 _MOST = {"nofile": (resource.RLIMIT_NOFILE, 1 << 20), "nproc": (resource.RLIMIT_NPROC, 30_000)}
-_FOUND: dict[str, tuple[tuple[str, ...], tuple[str, ...], set[str]]] = {}
-"""Options and limits that were found, by program."""
+_FOUND: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, str]]] = {}
+"""Options and limits that were found, and those that do not hold, by program."""
+_WARNED: set[tuple[str, str]] = set()
 # Its first process: it ends at once when it is told to, and waits for the orphans of others.
 _IDLE = ("sh", "-c", "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done")
 # Removes what has this name when its standard input ends, and looks again: on a full disk the
@@ -65,6 +66,16 @@ for pause in 0 0 1 3; do
     elif [ "$word" = close ]; then break; fi
 done
 if [ "$word" != close ]; then rm -rf "${TMPDIR:-/tmp}/$PROCESS"-*; fi
+"""
+_CLIENTS = re.compile(
+    r"PATH|HOME|TMPDIR|(DOCKER|CONTAINERS?|PODMAN|STORAGE|XDG|DBUS|LD)_.*|.*_PROXY", re.IGNORECASE
+)
+"""Variables that the client or its service may read."""
+# Opens a socket, and sends it through standard input.
+_DOOR = """
+import socket, sys
+door = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+socket.send_fds(socket.socket(fileno=0), [b"door"], [door.fileno()])
 """
 # Also what the client has stored without knowing it as a container any more.
 _EXTERNAL = {"podman": "--external", "docker": ""}
@@ -95,6 +106,9 @@ class ContainerLimits:
         }
 
 
+_TRIED = ContainerLimits(cpus=1, memory_mb=64, disk_mb=64, processes=64)
+
+
 @dataclass(frozen=True)
 class CommandResult:
     """A command's exit status as in a shell, its output up to a limit, whether there was more, and
@@ -116,12 +130,12 @@ class CommandResult:
 @dataclass
 class ContainerEngine:
     """A client that works here: its path, its options before a command, its options for limits of
-    each process, and what it cannot limit here."""
+    each process, and what it cannot limit here, with the reason."""
 
     program: str
     options: tuple[str, ...] = ()
     limits: tuple[str, ...] = ()
-    unlimited: set[str] = field(default_factory=set)
+    unlimited: dict[str, str] = field(default_factory=dict)
     _watcher: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -133,16 +147,15 @@ class ContainerEngine:
     @classmethod
     async def of(
         cls,
-        image: Callable[[ContainerEngine], Awaitable[str]],
-        limits: ContainerLimits,
+        image: str,
+        get: Callable[[ContainerEngine], Awaitable[None]],
         *,
         kind: str | None = None,
     ) -> ContainerEngine:
         """The first client that can run a container of an image.
 
         Args:
-            image: Pulls or builds the image with a client, and returns its name.
-            limits: Limits that are tried; one that does not hold here is warned of.
+            get: Pulls or builds the image with a client.
             kind: "podman" or "docker"; None: whichever works.
 
         Raises:
@@ -155,17 +168,20 @@ class ContainerEngine:
                 continue
             engine = cls(program)
             try:
-                await engine._adapt(await image(engine), limits)
+                await get(engine)
+                await engine._adapt(image)
             except SandboxError as error:
                 refused.append(str(error))
                 continue
             await engine._remove_leftovers()
             engine._watch()
             return engine
-        raise MissingDependencyError(f"no container can be started: {'; '.join(refused)}")
+        raise MissingDependencyError(
+            f"no container of {image!r} can be started: {'; '.join(refused)}"
+        )
 
-    async def _adapt(self, image: str, limits: ContainerLimits) -> None:
-        """Find the options with which a container starts, and the limits that hold here."""
+    async def _adapt(self, image: str) -> None:
+        """Find the options with which a container starts, and the limits that do not hold here."""
         if self.program in _FOUND:
             self.options, self.limits, self.unlimited = _FOUND[self.program]
             return
@@ -181,15 +197,9 @@ class ContainerEngine:
                 break
         else:
             raise SandboxError(f"{self.kind} cannot start {image!r}: {problem}")
-        for name, words in {**limits.words(), "disk": ["--storage-opt=size=64m"]}.items():
+        for name, words in _TRIED.words().items():
             if problem := await trial(*words):
-                self.unlimited.add(name)
-                logger.warning(
-                    "%s cannot limit %s here, so containers run without that limit: %s",
-                    self.kind,
-                    name,
-                    problem.splitlines()[-1],
-                )
+                self.unlimited[name] = problem.splitlines()[-1]
         _FOUND[self.program] = self.options, self.limits, self.unlimited
 
     async def pull(self, image: str, *, seconds: float) -> None:
@@ -217,19 +227,23 @@ class ContainerEngine:
         image: str,
         limits: ContainerLimits,
         *,
-        environment: Mapping[str, str],
-        network: bool = False,
+        environment: Mapping[str, str] | None = None,
+        options: Sequence[str] = ("--network=none",),
     ) -> str:
-        """Start a container that does nothing, with the client's usual network or none; returns its
+        """Start a container that does nothing, with further options of the client; returns its
         name. Raises SandboxError."""
         name = f"{self._owner}-{os.urandom(6).hex()}"
-        words = [*self.limits, "--stop-timeout=0", "--ulimit=core=0"]
-        words += [] if network else ["--network=none"]
+        words = [*self.limits, "--stop-timeout=0", "--ulimit=core=0", *options]
         for limited, more in limits.words().items():
-            words += [] if limited in self.unlimited else more
+            if limited not in self.unlimited:
+                words += more
+            elif (self.kind, limited) not in _WARNED:
+                _WARNED.add((self.kind, limited))
+                said = "%s cannot limit %s here, so containers run without that limit: %s"
+                logger.warning(said, self.kind, limited, self.unlimited[limited])
         if "disk" in self.unlimited and limits.disk_mb is not None:
             words.append(f"--ulimit=fsize={limits.disk_mb * 2**20}")  # of a single file, at least
-        own, variables = _variables(environment)
+        own, variables = _variables(environment or {})
         start = ("run", "--detach", "--name", name, *words, *variables, image, *_IDLE)
         async with self._starting:
             # Ending a client that is about to start one would leave parts of it.
@@ -249,29 +263,41 @@ class ContainerEngine:
         await self.remove(name)
 
     async def exec(
-        self,
-        name: str,
-        command: str,
-        *,
-        seconds: float | None = None,
-        environment: Mapping[str, str] | None = None,
-        workdir: str | None = None,
-        user: str | int | None = None,
+        self, name: str, *command: str, seconds: float | None = None, **where: Any
     ) -> CommandResult:
-        """Run a command of bash in a container; its time limit kills it with its children."""
-        own, words = _variables(environment or {})
-        words += [] if workdir is None else ["--workdir", workdir]
-        words += [] if user is None else ["--user", str(user)]
+        """Run a command in a container, as `exec_words` says; its time limit kills it with its
+        children."""
         # Inside, since ending the client would leave the command running.
-        limited = [] if seconds is None else ["timeout", "--signal=KILL", f"{seconds:.3f}"]
+        limited = [] if seconds is None else ["timeout", "-s", "KILL", f"{seconds:.3f}"]
         patience = None if seconds is None else seconds + _GRACE
         began = time.monotonic()
-        words += [name, *limited, "bash", "-c", command]
-        done = await self.call("exec", *words, environment=own, seconds=patience)
+        words, own = self.exec_words(name, [*limited, *command], **where)
+        done = await self.call(*words, environment=own, seconds=patience)
         late = seconds is not None and time.monotonic() - began >= seconds
         killed = done.status == 128 + signal.SIGKILL and late
         timed_out = done.timed_out or killed
         return CommandResult(done.status, done.stdout, done.stderr, done.cut, timed_out)
+
+    def exec_words(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        workdir: str | None = None,
+        user: str | int | None = None,
+    ) -> tuple[list[str], dict[str, str]]:
+        """The client's command that runs one in a container, and variables for the client."""
+        own, words = _variables(environment or {})
+        words += [] if workdir is None else [f"--workdir={workdir}"]
+        words += [] if user is None else [f"--user={user}"]
+        return ["exec", *words, name, *command], own
+
+    async def out_of_memory(self, name: str) -> bool:
+        """Whether a process of a container was ended for its memory limit."""
+        files = ("memory.events", "memory/memory.oom_control")  # of cgroups 2 and 1
+        paths = [f"/sys/fs/cgroup/{file}" for file in files]
+        return (await self.exec(name, "grep", "-qs", "^oom_kill [1-9]", *paths)).status == 0
 
     async def copy_in(self, name: str, source: str, target: str) -> None:
         """Copy a file, or with "/." at its end the content of a folder, into a container; raises
@@ -300,20 +326,19 @@ class ContainerEngine:
         """Let programs in a container reach one address of this machine, by its URL here, while the
         block runs.
 
-        The socket is opened in the container's network by a thread of this process, so that the
-        image needs no program for it. This takes root here. Raises SandboxError.
+        The socket is opened in the container's network by a program of this machine, so the image
+        needs none for it. This takes the rights of the client's service. Raises SandboxError.
         """
         host, port = gateway_address(gateway)
         found = await self.call("inspect", "--format", "{{.State.Pid}}", name)
-        with ThreadPoolExecutor(1) as inside:
-            try:
-                pid = int(found.stdout or b"0")
-                door = await asyncio.wrap_future(inside.submit(_listen_inside, pid, port))
-            except OSError as error:
-                raise SandboxError(
-                    f"no socket can be opened in the network of a container ({error}), so a "
-                    "program in it cannot reach the model: run as root, or use an agent outside"
-                ) from error
+        try:
+            door = await _listen_inside(int(found.stdout or b"0"), port)
+        except OSError as error:
+            raise SandboxError(
+                f"no socket can be opened in the network of a container ({error}), so a program in "
+                "it cannot reach the model: run as root, or as the user whose podman it is; or use "
+                "an agent outside of containers, or a program with network 'host'"
+            ) from error
         server = await asyncio.start_server(relay(host, port), sock=door)
         try:
             yield
@@ -395,6 +420,46 @@ class ContainerEngine:
             remove_folder(folder)
 
 
+class Containers:
+    """A client of containers, found when the first image is needed, and the images that it has.
+
+    Args:
+        limits: Of containers whose creator names no others.
+        kind: "podman" or "docker"; None: whichever works.
+    """
+
+    def __init__(self, limits: ContainerLimits, kind: str | None = None) -> None:
+        self.limits, self._kind = limits, kind
+        self._begin()
+
+    def _begin(self) -> None:
+        self._lock = asyncio.Lock()
+        self._engine: ContainerEngine | None = None
+        self._images: set[str] = set()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Containers, (self.limits, self._kind)  # another process has its own
+
+    async def having(
+        self, image: str, get: Callable[[ContainerEngine], Awaitable[None]]
+    ) -> ContainerEngine:
+        """The client, which has the image: `get` pulls or builds it, once."""
+        async with self._lock:
+            if self._engine is None:
+                self._engine = await ContainerEngine.of(image, get, kind=self._kind)
+            elif image not in self._images:
+                await get(self._engine)
+            self._images.add(image)
+            return self._engine
+
+    async def close(self) -> None:
+        """Remove all containers."""
+        engine = self._engine
+        self._begin()
+        if engine is not None:
+            await asyncio.to_thread(engine.close)
+
+
 async def _read(stream: asyncio.StreamReader, most: int) -> tuple[bytes, bool]:
     """Read a stream to its end; returns its first `most` bytes, and whether there were more."""
     kept, cut = bytearray(), False
@@ -414,17 +479,27 @@ def given_limits() -> tuple[str, ...]:
     return tuple(found)
 
 
-def _listen_inside(pid: int, port: int) -> socket.socket:
-    """A listening socket in the network of another process; changes this thread's network."""
-    with open(f"/proc/{pid}/ns/net") as network:
-        os.setns(network.fileno(), os.CLONE_NEWNET)  # type: ignore[attr-defined]  # Python 3.12
-    return socket.create_server(("127.0.0.1", port))
+async def _listen_inside(pid: int, port: int) -> socket.socket:
+    """A listening socket in the network of another process; raises OSError."""
+    ours, theirs = socket.socketpair()
+    own = ["--user", "--preserve-credentials"] if os.getuid() else []
+    entering = ["nsenter", f"--target={pid}", "--net", *own]
+    with ours, theirs:
+        process = await asyncio.create_subprocess_exec(
+            *(*entering, sys.executable, "-I", "-S", "-c", _DOOR, str(port)),
+            stdin=theirs,
+            stderr=subprocess.PIPE,
+        )
+        _, said = await process.communicate()
+        if process.returncode:
+            raise OSError(said.decode(errors="replace").strip())
+        return socket.socket(fileno=socket.recv_fds(ours, 1, 1)[1][0])
 
 
 def _variables(given: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """Variables for the client, and its options that pass them on: their values stay out of the
-    list of processes, unless the client has such a variable itself."""
-    own = {name: value for name, value in given.items() if name not in os.environ}
+    list of processes, unless the client itself reads such a variable."""
+    own = {name: value for name, value in given.items() if not _CLIENTS.fullmatch(name)}
     words = [name if name in own else f"{name}={value}" for name, value in given.items()]
     return own, [f"--env={word}" for word in words]
 

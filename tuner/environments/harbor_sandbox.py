@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tuner.environments.containers import ContainerEngine, ContainerLimits
+from tuner.environments.containers import ContainerEngine, Containers
 from tuner.environments.program import model_variables
 from tuner.errors import (
     ConfigError,
@@ -63,42 +63,6 @@ _INSIDE = EnvironmentPaths()
 _LOGS = (_INSIDE.agent_dir, _INSIDE.verifier_dir, _INSIDE.artifacts_dir)
 
 
-class Containers:
-    """The client that containers are started with, found at the first one, and its images."""
-
-    def __init__(self, kind: str | None, limits: ContainerLimits) -> None:
-        self.limits, self._kind = limits, kind
-        self._lock = asyncio.Lock()
-        self._engine: ContainerEngine | None = None
-        self._images: dict[str, str] = {}
-
-    async def image(self, environment: BaseEnvironment) -> tuple[ContainerEngine, str]:
-        """The client, and the name of a task's image, pulled or built once."""
-        config, content = environment.task_env_config, environment.environment_id
-
-        async def get(engine: ContainerEngine) -> str:
-            if config.docker_image:
-                await engine.pull(config.docker_image, seconds=config.build_timeout_sec)
-                return str(config.docker_image)
-            tag, seconds = f"localhost/tuner-harbor:{content}", config.build_timeout_sec
-            await engine.build(environment.environment_dir, tag, seconds=seconds)
-            return tag
-
-        async with self._lock:
-            if self._engine is None:
-                self._engine = await ContainerEngine.of(get, self.limits, kind=self._kind)
-            key = config.docker_image or content
-            if key not in self._images:
-                self._images[key] = await get(self._engine)
-            return self._engine, self._images[key]
-
-    async def close(self) -> None:
-        """Remove all containers."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            await asyncio.to_thread(engine.close)
-
-
 class ContainerSandbox(BaseEnvironment):  # type: ignore[misc]  # harbor has no types here
     """A container of podman or docker, without compose."""
 
@@ -132,7 +96,17 @@ class ContainerSandbox(BaseEnvironment):  # type: ignore[misc]  # harbor has no 
             )
 
     async def start(self, force_build: bool) -> None:
-        self.engine, image = await self._containers.image(self)
+        config = self.task_env_config
+        image = config.docker_image or f"localhost/tuner-harbor:{self.environment_id}"
+
+        async def get(engine: ContainerEngine) -> None:
+            if config.docker_image:
+                await engine.pull(image, seconds=config.build_timeout_sec)
+            else:
+                seconds = config.build_timeout_sec
+                await engine.build(self.environment_dir, image, seconds=seconds)
+
+        self.engine = await self._containers.having(image, get)
         own = {
             "cpus": self._effective_cpus,
             "memory_mb": self._effective_memory_mb,
@@ -140,13 +114,14 @@ class ContainerSandbox(BaseEnvironment):  # type: ignore[misc]  # harbor has no 
         }
         given = {name: value for name, value in own.items() if value is not None}
         limits = replace(self._containers.limits, **given)
+        options = ["--network=none"] if self._network_disabled else []
         self.container = await self.engine.create(
-            image, limits, environment=self._startup_env(), network=not self._network_disabled
+            image, limits, environment=self._startup_env(), options=options
         )
         folders = self._ensure_dirs_command(_LOGS)
-        if self.task_env_config.workdir:
-            folders += f" && mkdir -p {shlex.quote(self.task_env_config.workdir)}"
-        made = await self.engine.exec(self.container, folders, user="root")
+        if config.workdir:
+            folders += f" && mkdir -p {shlex.quote(config.workdir)}"
+        made = await self.engine.exec(self.container, "bash", "-c", folders, user="root")
         if made.status:
             raise SandboxError(f"the image {image!r} needs bash: {made.problem}")
         await self._upload_environment_dir_after_start()
@@ -165,7 +140,7 @@ class ContainerSandbox(BaseEnvironment):  # type: ignore[misc]  # harbor has no 
     ) -> ExecResult:
         done = await self.engine.exec(
             self.container,
-            command,
+            *("bash", "-c", command),
             seconds=timeout_sec,
             environment=self._merge_env(env),
             workdir=cwd or self.task_env_config.workdir,

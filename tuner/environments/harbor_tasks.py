@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import openai
 
 from tuner.encoding import displayable
-from tuner.environments.containers import ContainerLimits, owned_folder
+from tuner.environments.containers import ContainerLimits, Containers, owned_folder
 from tuner.environments.program import filled, model_variables
 from tuner.errors import ConfigError, ProgramError, RewardError
 from tuner.rewards.sandbox import remove
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from harbor.models.task.task import Task
     from harbor.models.trial.paths import TrialPaths
 
-    from tuner.environments.harbor_sandbox import Containers, SandboxPool, TaskSandbox
+    from tuner.environments.harbor_sandbox import SandboxPool, TaskSandbox
 
 logger = logging.getLogger("tuner.environments")
 LIMITS = ContainerLimits(cpus=1, memory_mb=2048, disk_mb=10240)
@@ -252,7 +252,8 @@ class Harbor(Environment):
         self._agent = self._agent_of(agent)
         harbor_sandbox.sandbox_of(sandbox)
         self._sandbox, self._sandbox_options = sandbox, dict(sandbox_options or {})
-        self._limits = _limits(limits)
+        kind = sandbox if sandbox in ("podman", "docker") else None
+        self._containers = Containers(_limits(limits), kind)
         self._tasks: dict[str, Task] = {}
         self._begin()
         self.train_dataset = self._rows(folder)
@@ -269,12 +270,11 @@ class Harbor(Environment):
 
     def _begin(self) -> None:
         self._pool: SandboxPool | None = None
-        self._containers: Containers | None = None
         self._folder: Path | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Another process has its own containers."""
-        return {**super().__getstate__(), "_pool": None, "_containers": None, "_folder": None}
+        return {**super().__getstate__(), "_pool": None, "_folder": None}
 
     def _agent_of(self, agent: Any) -> Any:
         from tuner.environments.harbor_sandbox import AGENTS
@@ -322,11 +322,8 @@ class Harbor(Environment):
         return known
 
     def _made(self, task: Task, paths: TrialPaths) -> TaskSandbox:
-        from tuner.environments.harbor_sandbox import Containers, made
+        from tuner.environments.harbor_sandbox import made
 
-        if self._containers is None:
-            kind = self._sandbox if self._sandbox in ("podman", "docker") else None
-            self._containers = Containers(kind, self._limits)
         return made(
             task,
             paths,
@@ -438,12 +435,11 @@ class Harbor(Environment):
 
     async def close(self) -> None:
         """Remove the containers and folders."""
-        pool, containers, folder = self._pool, self._containers, self._folder
+        pool, folder = self._pool, self._folder
         self._begin()
         if pool is not None:
             await pool.close()
-        if containers is not None:
-            await containers.close()
+        await self._containers.close()
         if folder is not None:
             remove(folder)
 

@@ -15,163 +15,27 @@ import hashlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
-import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
-from tuner.encoding import displayable
-from tuner.errors import ConfigError, MissingDependencyError, ProgramError
-from tuner.rewards.sandbox import Limits, ProgramResult, remove, run
+from tuner.encoding import DISPLAY_ERRORS, displayable
+from tuner.environments.containers import ContainerEngine, ContainerLimits, Containers
+from tuner.errors import ConfigError, ProgramError
+from tuner.rewards.sandbox import Limits, ProgramResult, finished, remove, run
+from tuner.runs.directory import outside_event_loop
 from tuner.runs.environment import Environment
 from tuner.tasks.functions import WorkflowOutput, shown
 from tuner.tasks.loading import load_function
-
-# A program in a container, by docker or podman: the same limits, the image's own files.
-
-
-# Variables by which their clients find the service.
-_CLIENTS = (
-    *("HOME", "DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_CERT_PATH"),
-    *("DOCKER_TLS_VERIFY", "CONTAINER_HOST", "XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS"),
-)
-_PATIENCE = 30.0
-"""Time limit in seconds for requests to the service other than rollouts."""
-
-
-@dataclass(frozen=True)
-class Container:
-    """Runs programs in an image.
-
-    Attributes:
-        image: Its name.
-        engine: The client's executable.
-    """
-
-    image: str
-    engine: str
-
-    @classmethod
-    def of(cls, image: str) -> Container:
-        """A runner of this image on this machine.
-
-        Raises:
-            MissingDependencyError: There is neither docker nor podman, its service does not answer,
-                or
-                it does not have the image.
-        """
-        found = {kind: shutil.which(kind) for kind in ("docker", "podman")}
-        refused = []
-        for kind, engine in found.items():
-            if engine is None:
-                refused.append(f"{kind} is not installed")
-                continue
-            if problem := _asked(engine, "info"):
-                refused.append(f"{kind} is installed, but its service does not answer: {problem}")
-                continue
-            if _asked(engine, "image", "inspect", image):
-                refused.append(f"{kind} does not have it: {kind} pull {image}")
-                continue
-            return cls(image, engine)
-        raise MissingDependencyError(f"image is {image!r}: {'; '.join(refused)}")
-
-    @property
-    def kind(self) -> str:
-        """ "docker" or "podman"."""
-        return Path(self.engine).name
-
-    async def run(
-        self,
-        command: Sequence[str],
-        *,
-        folder: Path,
-        stdin: str | None,
-        environment: Mapping[str, str],
-        limits: Limits,
-    ) -> ProgramResult:
-        """See `sandbox.run`; in a new container, which is removed."""
-        name = f"tuner-{uuid.uuid4().hex}"
-        own = {key: os.environ[key] for key in _CLIENTS if key in os.environ}
-        words = self._words(name, folder, stdin is not None, environment, limits)
-        try:
-            finished = await run(
-                [*words, self.image, *command],
-                folder=folder,
-                stdin=stdin,
-                environment=own | dict(environment),
-                limits=limits,
-                isolation="process",
-            )
-            # 128 plus SIGKILL: only the service knows whether memory was the reason.
-            if finished.status == 137 and await self._ended_for_memory(name):
-                return replace(finished, status=None, ended="memory")
-            return finished
-        finally:
-            await asyncio.shield(asyncio.ensure_future(self._call("rm", "--force", name)))
-
-    def _words(
-        self, name: str, folder: Path, fed: bool, environment: Mapping[str, str], limits: Limits
-    ) -> list[str]:
-        mib, block = f"{limits.memory_mb}m", limits.disk_mb * 2**20
-        words = [self.engine, "run", "--name", name, "--init", "--network", "host"]
-        words += ["--memory", mib, "--memory-swap", mib, "--pids-limit", str(limits.processes)]
-        words += ["--ulimit", f"fsize={block}", "--ulimit", "core=0", "--cap-drop", "ALL"]
-        words += ["--security-opt", "no-new-privileges", "--user", f"{os.getuid()}:{os.getgid()}"]
-        words += ["--read-only", "--tmpfs", f"/tmp:rw,size={limits.disk_mb}m", "--env", "HOME=/tmp"]
-        words += ["--volume", f"{folder}:{folder}", "--workdir", str(folder)]
-        if self.kind == "podman" and os.getuid():
-            words += ["--userns", "keep-id"]
-        if fed:
-            words.append("--interactive")
-        for variable in environment:  # values stay out of the list of processes
-            words += ["--env", variable]
-        return words
-
-    async def _ended_for_memory(self, name: str) -> bool:
-        return await self._call("inspect", "--format", "{{.State.OOMKilled}}", name) == "true"
-
-    async def _call(self, *arguments: str) -> str:
-        process = await asyncio.create_subprocess_exec(
-            self.engine,
-            *arguments,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            said, _ = await asyncio.wait_for(process.communicate(), _PATIENCE)
-        except TimeoutError:
-            return ""
-        finally:
-            with suppress(ProcessLookupError):
-                if process.returncode is None:
-                    process.kill()
-        return said.decode(errors="replace").strip()
-
-
-def _asked(engine: str, *arguments: str) -> str:
-    """The problem with a client's command; empty if there is none."""
-    try:
-        done = subprocess.run(
-            [engine, *arguments],
-            capture_output=True,
-            text=True,
-            timeout=_PATIENCE,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    return (done.stderr.strip() or f"it ended with {done.returncode}") if done.returncode else ""
-
 
 # Working folders of programs: each rollout's is copied from a template, and removed after it.
 
@@ -374,6 +238,10 @@ _ENDED = {
     "disk": "filled more of the disk than {0.disk_mb} MiB (limits.disk_mb)",
     "processes": "ran more processes than {0.processes} (limits.processes)",
 }
+_PULL_SECONDS = 1800.0
+_IDLE = 2  # processes of a container besides the program's
+_CLIENT = {"memory_mb": 4096, "processes": 64}  # limits of the client, which is outside of it
+_KILLED = 128 + signal.SIGKILL
 _URLS = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "LLM_BASE_URL")
 _KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN", "LLM_API_KEY")
 _MODELS = (
@@ -449,7 +317,8 @@ class Program(Environment):
             is not judged.
         isolation: "bubblewrap", "process", or "auto".
         readable: Additional files and folders that it may read in bubblewrap.
-        image: A container image to run it in, by docker or podman.
+        image: A container image to run it in, by podman or docker; pulled if it is missing.
+        network: Its container's: "none", in which it reaches the model only, or "host".
         keep: Folder to which the folders of failed rollouts are moved; None: they are removed.
 
     Raises:
@@ -474,6 +343,7 @@ class Program(Environment):
         isolation: Literal["auto", "bubblewrap", "process"] = "auto",
         readable: Sequence[str | Path] = (),
         image: str | None = None,
+        network: Literal["none", "host"] = "none",
         keep: str | Path | None = None,
     ) -> None:
         _check_command(command, prompt)
@@ -491,8 +361,24 @@ class Program(Environment):
             raise ConfigError("commit is set without template: name the repository there")
         if template is not None and "{" not in f"{self._template}{commit}":
             check_template(str(self._template), commit)
-        self._container = None if image is None else Container.of(image)
+        if network not in ("none", "host"):
+            raise ConfigError(f"network is {network!r}: expected 'none' or 'host'")
         self._workspaces = Workspaces()
+        self._image, self._network = image, network
+        limited = {"memory_mb": self.limits.memory_mb, "processes": self.limits.processes + _IDLE}
+        self._containers = Containers(ContainerLimits(**limited))
+        if image is not None:  # fails here if it cannot be run
+            outside_event_loop(lambda: asyncio.run(self._try_image()))
+
+    async def _try_image(self) -> None:
+        await self._engine()
+        await self._containers.close()
+
+    async def _engine(self) -> ContainerEngine:
+        image = str(self._image)
+        return await self._containers.having(
+            image, lambda engine: engine.pull(image, seconds=_PULL_SECONDS)
+        )
 
     async def workflow(self, task: dict[str, Any], model: Any) -> WorkflowOutput:
         """Run the program on one task.
@@ -512,32 +398,33 @@ class Program(Environment):
         )
         folder, before = await asyncio.to_thread(self._workspaces.new, template, commit)
         try:
-            finished = await self._finished(folder, values)
-            self._check(finished)
+            ended = await self._run(folder, values)
+            self._check(ended)
         except BaseException as error:
             kept = self._give_up(folder, model)
             if kept is not None and isinstance(error, ProgramError):
                 raise type(error)(f"{error}; its folder is kept in {kept}") from None
             raise
-        assert finished.status is not None
+        assert ended.status is not None
         output = ProgramOutput(
-            status=finished.status,
-            stdout=finished.stdout,
-            stderr=finished.stderr,
-            seconds=finished.seconds,
-            isolation=self._container.kind if self._container else finished.isolation,
+            status=ended.status,
+            stdout=ended.stdout,
+            stderr=ended.stderr,
+            seconds=ended.seconds,
+            isolation=ended.isolation,
             folder=folder,
             _before=before,
             _given=self._given(values),
         )
         weakref.finalize(output, self._workspaces.remove, folder).atexit = False
-        return WorkflowOutput(response=output, metrics={"program_seconds": finished.seconds})
+        return WorkflowOutput(response=output, metrics={"program_seconds": ended.seconds})
 
     async def close(self) -> None:
-        """Remove the remaining folders."""
+        """Remove the remaining folders and containers."""
+        await self._containers.close()
         await asyncio.to_thread(self._workspaces.close)
 
-    async def _finished(self, folder: Path, values: Mapping[str, str]) -> ProgramResult:
+    async def _run(self, folder: Path, values: Mapping[str, str]) -> ProgramResult:
         for name, text in self._given(values).items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text, encoding="utf-8")
@@ -546,10 +433,8 @@ class Program(Environment):
         environment = model_variables(values) | {
             name: filled(value, values) for name, value in self._environment.items()
         }
-        if self._container is not None:
-            return await self._container.run(
-                command, folder=folder, stdin=stdin, environment=environment, limits=self.limits
-            )
+        if self._image is not None:
+            return await self._contained(command, folder, stdin, environment, values["base_url"])
         return await run(
             command,
             folder=folder,
@@ -561,19 +446,66 @@ class Program(Environment):
             readable=self._readable,
         )
 
+    async def _contained(
+        self,
+        command: Sequence[str],
+        folder: Path,
+        stdin: str | None,
+        environment: Mapping[str, str],
+        gateway: str,
+    ) -> ProgramResult:
+        """See `sandbox.run`; in a new container, which is removed."""
+        engine, size = await self._engine(), self.limits.disk_mb
+        options = [f"--network={self._network}", "--read-only", f"--tmpfs=/tmp:rw,size={size}m"]
+        options += [
+            "--cap-drop=ALL",
+            "--security-opt=no-new-privileges",
+            f"--ulimit=fsize={size * 2**20}",
+        ]
+        options += [f"--volume={folder}:{folder}", f"--user={os.getuid()}:{os.getgid()}"]
+        if engine.kind == "podman" and os.getuid():
+            options.append("--userns=keep-id")
+        # A file, since a client that passes on its own input loses output when that ends.
+        with tempfile.NamedTemporaryFile(dir=folder.parent) as given:
+            given.write((stdin or "").encode(errors=DISPLAY_ERRORS))
+            given.flush()
+            options.append(f"--volume={given.name}:{given.name}:ro")
+            name = await engine.create(str(self._image), self._containers.limits, options=options)
+            inside = self._network == "none"
+            try:
+                async with engine.reaching(name, gateway) if inside else nullcontext():
+                    words, variables = engine.exec_words(
+                        name,
+                        ["sh", "-c", 'exec "$@" <"$0"', given.name, *command],
+                        environment={"HOME": "/tmp", **environment},
+                        workdir=str(folder),
+                    )
+                    ended = await run(
+                        [engine.program, *engine.options, *words],
+                        folder=folder,
+                        environment=os.environ | variables,
+                        limits=replace(self.limits, **_CLIENT),
+                        isolation="process",
+                    )
+                if ended.status == _KILLED and await engine.out_of_memory(name):
+                    ended = replace(ended, status=None, ended="memory")
+                return replace(ended, isolation=engine.kind)
+            finally:
+                await finished(engine.remove(name))
+
     def _given(self, values: Mapping[str, str]) -> dict[str, str]:
         """Files for the program besides those of its template."""
         kind, _, name = self._prompt.partition(":")
         return {os.path.normpath(name): values["prompt"]} if kind == "file" else {}
 
-    def _check(self, finished: ProgramResult) -> None:
+    def _check(self, ended: ProgramResult) -> None:
         """Raise ProgramError if it did not end as it should."""
         name = self._command[0]
-        if finished.ended != "exited":
-            raise ProgramError(f"{name} {_ENDED[finished.ended].format(self.limits)}")
-        if self._statuses is not None and finished.status not in self._statuses:
-            complaint = (finished.stderr or finished.stdout).strip()[-1000:]
-            raise ProgramError(f"{name} ended with {finished.status}: {complaint}")
+        if ended.ended != "exited":
+            raise ProgramError(f"{name} {_ENDED[ended.ended].format(self.limits)}")
+        if self._statuses is not None and ended.status not in self._statuses:
+            complaint = (ended.stderr or ended.stdout).strip()[-1000:]
+            raise ProgramError(f"{name} ended with {ended.status}: {complaint}")
 
     def _give_up(self, folder: Path, model: Any) -> Path | None:
         """Remove the folder of a failed rollout, or keep it if configured; returns where it is

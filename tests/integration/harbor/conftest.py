@@ -33,13 +33,11 @@ NO_CONTAINER = 75
 
 @pytest.fixture(scope="session", autouse=True)
 def image() -> None:
-    from tuner.environments.containers import ContainerEngine, ContainerLimits
+    from tuner.environments.containers import ContainerEngine
 
     async def start() -> None:
-        (await ContainerEngine.of(named, ContainerLimits(), kind="podman")).close()
-
-    async def named(engine: ContainerEngine) -> str:
-        return IMAGE
+        get = lambda engine: engine.pull(IMAGE, seconds=1)  # noqa: E731
+        (await ContainerEngine.of(IMAGE, get, kind="podman")).close()
 
     try:
         subprocess.run(["sh", ROOT / "examples/terminal/make_image.sh"], check=True)
@@ -91,6 +89,19 @@ class Model:
     """As much of a model as an agent that asks for nothing needs."""
 
     base_url, api_key, model_name = "http://127.0.0.1:9/v1", "the-key", "tiny"
+
+
+# Asks the model by bash alone, writes what it said, and counts its network's devices.
+PROGRAM = """
+exec 3<>/dev/tcp/127.0.0.1/$(echo $OPENAI_BASE_URL | tr -dc '0-9\\n' | sed 's/^127001//; s/1$//')
+body='{"model": "'$OPENAI_MODEL'", "messages": [{"role": "user", "content": "{prompt}"}]}'
+printf 'POST /v1/chat/completions HTTP/1.1\\r\\nHost: 127.0.0.1\\r\\nConnection: close\\r\\n' >&3
+printf 'Authorization: Bearer %s\\r\\nContent-Type: application/json\\r\\n' $OPENAI_API_KEY >&3
+printf 'Content-Length: %s\\r\\n\\r\\n%s' ${#body} "$body" >&3
+grep -o hello <&3 | head -1 >greeting.txt
+! (exec 4<>/dev/tcp/127.0.0.1/9) 2>/dev/null
+grep -c : /proc/net/dev
+"""
 
 
 @pytest.fixture
