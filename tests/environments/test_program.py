@@ -167,6 +167,20 @@ async def test_a_folder_is_there_as_long_as_the_response_is(start):
     assert not folder.exists()
 
 
+async def test_folders_of_a_killed_process_are_removed_at_the_next_start(start, temporary):
+    code = """
+import os, sys, tempfile
+from tuner.environments.program import Workspaces
+tempfile.tempdir = sys.argv[1]
+Workspaces().new(None, None)
+os.kill(os.getpid(), 9)
+"""
+    subprocess.run([sys.executable, "-c", code, temporary], check=False)
+    (left,) = os.listdir(temporary)
+    await ran(start("print()"))
+    assert left not in os.listdir(temporary)
+
+
 def git(*arguments, cwd):
     return subprocess.run(
         ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments],

@@ -188,7 +188,10 @@ class ContainerEngine:
 
         async def trial(*more: str) -> str:
             words = ("--name", f"{self._owner}-trial", "--network=none", *self.limits, *more)
-            return (await self.call("run", "--rm", *words, image, "true")).problem
+            done = await self.call("run", "--rm", *words, image, "true")
+            said = done.stderr.decode(errors="replace")
+            # A service may start a container without its limits, and say so.
+            return done.problem or (said if re.search("ignored|discarded", said) else "")
 
         problem = ""
         for options, limited in _WAYS[self.kind]:
@@ -199,7 +202,7 @@ class ContainerEngine:
             raise SandboxError(f"{self.kind} cannot start {image!r}: {problem}")
         for name, words in _TRIED.words().items():
             if problem := await trial(*words):
-                self.unlimited[name] = problem.splitlines()[-1]
+                self.unlimited[name] = problem.strip().splitlines()[-1]
         _FOUND[self.program] = self.options, self.limits, self.unlimited
 
     async def pull(self, image: str, *, seconds: float) -> None:
@@ -386,13 +389,12 @@ class ContainerEngine:
         return CommandResult(status if status >= 0 else 128 - status, out, err, cut or more)
 
     async def _remove_leftovers(self) -> None:
-        """Remove containers and temporary folders of processes of this machine that have ended."""
+        """Remove containers of processes of this machine that have ended."""
         words = [_EXTERNAL[self.kind]] if _EXTERNAL[self.kind] else []
         listed = await self.call("ps", "--all", *words, "--format", "{{.Names}}")
         if left := [name for name in listed.stdout.decode().split() if _orphaned(name)]:
             logger.warning("removing %d containers of processes that were killed", len(left))
             await self.call("rm", "--force", "--volumes", *left)
-        _remove_left_folders()
 
     def _watch(self) -> None:
         self._folder = owned_folder()
@@ -538,12 +540,10 @@ def _orphaned(name: str) -> bool:
     return _started(int(found[1])) != found[2]
 
 
-def _remove_left_folders() -> None:
+def owned_folder() -> Path:
+    """A temporary folder, which is removed here next time if this process is killed; removes those
+    of processes that were."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}-*"):
         if _orphaned(folder.name):
             remove_folder(folder)
-
-
-def owned_folder() -> Path:
-    """A temporary folder that is removed at the next start if this process is killed."""
     return Path(tempfile.mkdtemp(prefix=f"{_process()}-"))

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tuner.encoding import DISPLAY_ERRORS, displayable
-from tuner.environments.containers import ContainerEngine, ContainerLimits, Containers
+from tuner.environments.containers import ContainerEngine, ContainerLimits, Containers, owned_folder
 from tuner.errors import ConfigError, ProgramError
 from tuner.rewards.sandbox import Limits, ProgramResult, finished, remove, run
 from tuner.runs.directory import outside_event_loop
@@ -68,8 +68,10 @@ class Workspaces:
 
     def _made(self) -> Path:
         if self._root is None:
-            within = self._within if self._within is not None and self._within.is_dir() else None
-            self._root = Path(tempfile.mkdtemp(prefix="tuner-program-", dir=within))
+            if self._within is not None and self._within.is_dir():
+                self._root = Path(tempfile.mkdtemp(dir=self._within))
+            else:
+                self._root = owned_folder()
             weakref.finalize(self, remove, self._root)
         return self._root
 
