@@ -172,7 +172,8 @@ async def test_folders_of_a_killed_process_are_removed_at_the_next_start(start, 
 import os, sys, tempfile
 from tuner.environments.program import Workspaces
 tempfile.tempdir = sys.argv[1]
-Workspaces().new(None, None)
+kept = Workspaces()
+kept.new(None, None)
 os.kill(os.getpid(), 9)
 """
     subprocess.run([sys.executable, "-c", code, temporary], check=False)

@@ -150,19 +150,13 @@ class ContainerEngine:
         image: str,
         get: Callable[[ContainerEngine], Awaitable[None]],
         *,
-        kind: str | None = None,
+        kind: str = "local",
     ) -> ContainerEngine:
-        """The first client that can run a container of an image.
-
-        Args:
-            get: Pulls or builds the image with a client.
-            kind: "podman" or "docker"; None: whichever works.
-
-        Raises:
-            MissingDependencyError: There is no such client; it says why for each.
-        """
+        """The first client that can run a container of an image, which `get` pulls or builds with
+        it; `kind` "podman" or "docker": only that. Raises MissingDependencyError, which says why
+        for each."""
         refused = []
-        for name in ("podman", "docker") if kind is None else (kind,):
+        for name in ("podman", "docker") if kind == "local" else (kind,):
             if (program := shutil.which(name)) is None:
                 refused.append(f"{name} is not installed")
                 continue
@@ -427,10 +421,10 @@ class Containers:
 
     Args:
         limits: Of containers whose creator names no others.
-        kind: "podman" or "docker"; None: whichever works.
+        kind: "podman", "docker" or "local": whichever works.
     """
 
-    def __init__(self, limits: ContainerLimits, kind: str | None = None) -> None:
+    def __init__(self, limits: ContainerLimits, kind: str = "local") -> None:
         self.limits, self._kind = limits, kind
         self._begin()
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from tuner.areal.queue_workflow import GymnasiumEnvironment, registered
 from tuner.areal.queues import CheckedEnvironment
+from tuner.environments.conversation import Conversation
 from tuner.errors import ConfigError, TunerError
 from tuner.runs.environment import Environment, seed_rows
 from tuner.tasks.functions import WorkflowOutput, call_function, in_thread, is_async, where
@@ -145,21 +146,13 @@ class Gymnasium(Environment):
         rest = {name: value for name, value in task.items() if name != "seed"}
         options = task.get("options", rest) or None
         observation, info = await env.reset(seed=task.get("seed"), options=options)
-        messages: list[dict[str, Any]] = []
-        if self._system_prompt is not None:
-            messages.append({"role": "system", "content": self._system_prompt})
+        conversation = Conversation(model, self._system_prompt)
         reward, metrics = 0.0, {"steps": 0.0, "no_action": 0.0, "terminated": 0.0}
         shown = ""
         for _ in range(self._max_turns):
-            observed = self._show(observation)
-            messages.append({"role": "user", "content": observed})
-            completion = await model.client.chat.completions.create(
-                model=model.model_name, messages=messages
-            )
-            for call in model.calls[-1:]:  # none if they are not recorded
-                call.state = str(observed)
-            answer = completion.choices[0].message
-            messages.append(answer.model_dump(exclude_none=True))
+            observed = str(self._show(observation))
+            conversation.tell([{"role": "user", "content": observed}])
+            answer = await conversation.answer(state=observed)
             shown = answer.content or ""
             try:
                 action = self._action(shown)

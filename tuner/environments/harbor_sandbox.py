@@ -10,29 +10,28 @@ import shlex
 import tarfile
 import tomllib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pydantic import ValidationError
 
-from tuner.environments.containers import ContainerEngine, Containers
+from tuner.environments.containers import ContainerEngine, Containers, owned_folder
 from tuner.environments.program import model_variables
 from tuner.errors import (
     ConfigError,
-    MissingDependencyError,
     RewardError,
     RewardTimeout,
     SandboxError,
-    pip_install,
+    importing,
     problem_text,
 )
 from tuner.rewards.sandbox import remove
 from tuner.tasks.functions import shown
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # or it downloads a table of prices
-try:
+with importing("tasks of Harbor need harbor 0.25 and Python 3.12", "harbor"):
     from harbor.agents.factory import AgentFactory
     from harbor.environments.base import BaseEnvironment, ExecResult, transfer_tar_filter
     from harbor.environments.capabilities import (
@@ -50,11 +49,6 @@ try:
     from harbor.models.trial.config import AgentConfig
     from harbor.models.trial.paths import EnvironmentPaths, TrialPaths
     from harbor.verifier.verifier import Verifier
-except (ImportError, SyntaxError) as error:  # older Pythons cannot read its files
-    raise MissingDependencyError(
-        f"tasks of Harbor need harbor 0.25 and Python 3.12 ({error}): {pip_install('harbor')}"
-    ) from error
-
 logger = logging.getLogger("tuner.environments")
 AGENTS = sorted(AgentName.values())
 _COPIED_BYTES = 64 * 2**20
@@ -199,56 +193,83 @@ class TaskSandbox:
         remove(self.paths.trial_dir)
 
 
-def made(
-    task: Task,
-    paths: TrialPaths,
-    containers: Containers,
-    *,
-    sandbox: str,
-    network: str,
-    options: Mapping[str, Any],
-) -> TaskSandbox:
-    """A sandbox of a task, not started yet; raises what Harbor raises if it cannot be."""
-    config = task.config.environment.model_copy(deep=True)
-    policy = config.resolve_baseline()
-    if network == "none":
-        policy = NetworkPolicy(network_mode=NetworkMode.NO_NETWORK)
-    here = (paths.agent_dir, paths.verifier_dir, paths.artifacts_dir)
-    given: dict[str, Any] = {
-        "environment_dir": task.paths.environment_dir,
-        "environment_name": task.short_name,
-        "session_id": paths.trial_dir.name,
-        "trial_paths": paths,
-        "task_env_config": config,
-        "network_policy": policy,
-        "logger": logger,
-        "auto_mounts": [
-            {"type": "bind", "source": str(source), "target": str(target)}
-            for source, target in zip(here, _LOGS, strict=True)
-        ],
-        **options,
-    }
-    kind = sandbox_of(sandbox)
-    if kind is None:
-        return TaskSandbox(task, ContainerSandbox(containers=containers, **given), paths)
-    return TaskSandbox(task, EnvironmentFactory.create_environment(kind, **given), paths)
-
-
 class SandboxPool:
-    """Starts sandboxes, some of them early for the next rollout of a task, and removes them.
+    """Reads tasks, starts sandboxes, some of them early for the next rollout of a task, and removes
+    them.
 
     Args:
-        make: Makes the sandbox of a task, which is then started.
+        containers: Starts those of ours.
+        sandbox, network, options: Like those of `Harbor`.
         ahead: Number of sandboxes that are started before they are needed, when none is waited for.
     """
 
-    def __init__(self, make: Callable[[Task], TaskSandbox], ahead: int) -> None:
-        self._make, self._ahead = make, ahead
-        self._early: deque[tuple[Task, asyncio.Task[TaskSandbox]]] = deque()
+    def __init__(
+        self,
+        containers: Containers,
+        *,
+        sandbox: str,
+        network: str,
+        options: Mapping[str, Any],
+        ahead: int,
+    ) -> None:
+        self._containers, self._kind = containers, sandbox_of(sandbox)
+        self._network, self._options, self._ahead = network, options, ahead
+        self.tasks: dict[str, Task] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        self._folder: Path | None = None
+        self._early: dict[Task, asyncio.Task[TaskSandbox]] = {}
         self._kept: deque[TaskSandbox] = deque()
         self._live: set[TaskSandbox] = set()
         self._ending: set[asyncio.Task[None]] = set()
         self._waiting = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Another process has its own containers."""
+        given = ("_containers", "_kind", "_network", "_options", "_ahead")
+        return {name: getattr(self, name) for name in given}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, tasks={})
+        self._begin()
+
+    def task(self, folder: str) -> Task:
+        """The task of a folder; raises ConfigError, also if its sandbox could not be made."""
+        if (known := self.tasks.get(folder)) is None:
+            known = self.tasks[folder] = loaded(Path(folder))
+            try:
+                self._made(known, TrialPaths(Path(folder)))
+            except (ValueError, RuntimeError, OSError) as error:
+                raise ConfigError(f"{known.paths.config_path}: {error}") from error
+        return known
+
+    def _made(self, task: Task, paths: TrialPaths) -> TaskSandbox:
+        """A sandbox that is not started; raises what Harbor raises if it cannot be."""
+        config = task.config.environment.model_copy(deep=True)
+        policy = config.resolve_baseline()
+        if self._network == "none":
+            policy = NetworkPolicy(network_mode=NetworkMode.NO_NETWORK)
+        here = (paths.agent_dir, paths.verifier_dir, paths.artifacts_dir)
+        given: dict[str, Any] = {
+            "environment_dir": task.paths.environment_dir,
+            "environment_name": task.short_name,
+            "session_id": paths.trial_dir.name,
+            "trial_paths": paths,
+            "task_env_config": config,
+            "network_policy": policy,
+            "logger": logger,
+            "auto_mounts": [
+                {"type": "bind", "source": str(source), "target": str(target)}
+                for source, target in zip(here, _LOGS, strict=True)
+            ],
+            **self._options,
+        }
+        if self._kind is None:
+            environment = ContainerSandbox(containers=self._containers, **given)
+        else:
+            environment = EnvironmentFactory.create_environment(self._kind, **given)
+        return TaskSandbox(task, environment, paths)
 
     async def take(self, task: Task) -> TaskSandbox:
         """A started sandbox of the task."""
@@ -266,21 +287,22 @@ class SandboxPool:
         return sandbox
 
     async def _started_early(self, task: Task) -> TaskSandbox | None:
-        for found in self._early:
-            if found[0] is task:
-                self._early.remove(found)
-                try:
-                    return await asyncio.shield(found[1])
-                except asyncio.CancelledError:
-                    self._early.append(found)
-                    raise
-                except Exception as error:  # said again by the next one, if it lasts
-                    logger.info("a sandbox of %s did not start early: %s", task.name, error)
-                    return None
-        return None
+        if (started := self._early.pop(task, None)) is None:
+            return None
+        try:
+            return await asyncio.shield(started)
+        except asyncio.CancelledError:
+            self._early[task] = started
+            raise
+        except Exception as error:  # said again by the next one, if it lasts
+            logger.info("a sandbox of %s did not start early: %s", task.name, error)
+            return None
 
     async def _started(self, task: Task) -> TaskSandbox:
-        sandbox = self._make(task)
+        self._folder = self._folder or owned_folder()
+        paths = TrialPaths(self._folder / f"{task.short_name}-{os.urandom(4).hex()}")
+        paths.mkdir()
+        sandbox = self._made(task, paths)
         self._live.add(sandbox)
         seconds = task.config.environment.build_timeout_sec
         try:
@@ -298,11 +320,11 @@ class SandboxPool:
         return sandbox
 
     def _start_early(self, task: Task) -> None:
-        if any(waiting is task for waiting, _ in self._early):
+        if task in self._early:
             return
         while len(self._early) >= self._ahead:
-            self._early.popleft()[1].add_done_callback(self._drop_started)
-        self._early.append((task, asyncio.ensure_future(self._started(task))))
+            self._early.pop(next(iter(self._early))).add_done_callback(self._drop_started)
+        self._early[task] = asyncio.ensure_future(self._started(task))
 
     def _drop_started(self, started: asyncio.Task[TaskSandbox]) -> None:
         if not started.cancelled() and started.exception() is None:
@@ -327,16 +349,20 @@ class SandboxPool:
         ending.add_done_callback(self._ending.discard)
 
     async def close(self) -> None:
-        """Remove all sandboxes."""
+        """Remove all sandboxes and folders."""
         loop = asyncio.get_running_loop()
-        early = [started for _, started in self._early if started.get_loop() is loop]
+        early = [one for one in self._early.values() if one.get_loop() is loop]
         for started in early:
             started.cancel()
         await asyncio.gather(*early, return_exceptions=True)
-        ending = [task for task in self._ending if task.get_loop() is loop]
+        ending = [one for one in self._ending if one.get_loop() is loop]
         stopping = [sandbox.stop() for sandbox in self._live]
-        self._live.clear()
+        folder = self._folder
+        self._begin()
         await asyncio.gather(*ending, *stopping, return_exceptions=True)
+        await self._containers.close()
+        if folder is not None:
+            remove(folder)
 
 
 async def run_harbors_agent(

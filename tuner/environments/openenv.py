@@ -17,11 +17,10 @@ from inspect import isawaitable
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import openai
-
 from tuner.config import RunConfig
+from tuner.environments.conversation import Conversation, function_tool, messages
 from tuner.environments.server_process import ServerProcess
-from tuner.errors import ConfigError, FunctionError, MissingDependencyError, pip_install
+from tuner.errors import ConfigError, FunctionError, importing
 from tuner.runs.environment import Environment, seed_rows
 from tuner.tasks.functions import WorkflowOutput, in_thread, shown
 from tuner.tasks.loading import function_of
@@ -41,12 +40,7 @@ _INVALID = "(code: VALIDATION_ERROR)"
 
 @dataclass(frozen=True)
 class ToolCall:
-    """Input of `action_of` when the model called a tool.
-
-    Attributes:
-        name: The tool's name.
-        arguments: The model's arguments.
-    """
+    """Input of `action_of` when the model called a tool: its name, and the model's arguments."""
 
     name: str
     arguments: dict[str, Any]
@@ -69,14 +63,12 @@ class OpenEnvEpisode:
 
     Attributes:
         client: OpenEnv's, connected.
-        server: Its name in messages.
-        seconds: Time limit of an answer, for messages.
-        form: Conversion of observations and answers.
+        server, seconds: Its name, and the time limit of its answers, for messages.
         schema: Schema of actions; empty if the form converts answers.
         result: Result of the last step, or of the reset.
         rewards: Rewards of the steps that had one.
         said: Text of the last answer.
-        turns, refused: Number of answers, and of invalid actions.
+        refused: Number of invalid actions.
         out_of_room: Whether it ended because no further answer fits in the context.
     """
 
@@ -88,12 +80,9 @@ class OpenEnvEpisode:
     result: Any = None
     rewards: list[float] = field(default_factory=list)
     said: str = ""
-    turns: int = 0
     refused: int = 0
     out_of_room: bool = False
     _left: bool = False
-    _tools: list[dict[str, Any]] = field(default_factory=list)
-    _messages: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def ended(self) -> bool:
@@ -104,50 +93,44 @@ class OpenEnvEpisode:
         """Begin; arguments unknown to the server's environment are dropped."""
         self.result = await self._answered("reset", self.client.reset(**arguments))
 
-    async def begin(self, prompt: Any) -> None:
-        """Find out the agent's actions and its first messages.
+    async def play(self, model: Any, prompt: Any, max_turns: int) -> int:
+        """Let the model act until the end; returns the number of its answers.
 
         Raises:
             FunctionError: There is no first message.
         """
-        self._tools = await self._offer()
+        tools = await self._offer()
         told = [*messages(prompt), *messages(self.form.message_of(self.result.observation))]
         if not told:
             raise FunctionError(
                 "there is no message for the model: the environment's first observation is empty, "
                 "and the row has no `prompt`; add one to the rows, or set message_of"
             )
-        self._messages = [*messages(self.form.system_prompt, role="system"), *told]
+        offer = {"tools": tools} if tools else {}
+        conversation = Conversation(model, self.form.system_prompt, **offer)
+        conversation.tell(told)
+        names = [tool["function"]["name"] for tool in tools]
+        while not self.ended and conversation.turns < max_turns:
+            await self._turn(conversation, names)
+        return conversation.turns
 
-    async def turn(self, model: Any) -> None:
-        """Get an answer of the model, and take its steps."""
-        offer = {"tools": self._tools} if self._tools else {}
-        try:
-            reply = await model.client.chat.completions.create(
-                model=model.model_name, messages=self._messages, **offer
-            )
-        except openai.BadRequestError as error:
-            if error.code != "context_length_exceeded" or not self.turns:
-                raise
+    async def _turn(self, conversation: Conversation, tools: Sequence[str]) -> None:
+        # The results of tools are no states.
+        state = None if self._calls_tools else observation_text(self.result.observation)
+        message = await conversation.answer(state=state, until_full=True)
+        if message is None:
             self.out_of_room = True
             return
-        if not self._calls_tools:  # whose results are no states
-            for call in model.calls[-1:]:  # none if they are not recorded
-                call.state = observation_text(self.result.observation)
-        message = reply.choices[0].message
-        self.turns += 1
         self.said = message.content or ""
-        self._messages.append(message.model_dump(exclude_none=True))
-        if not self._tools:
-            self._messages += messages(await self._act(self.said))
+        if not tools:
+            conversation.tell(await self._act(self.said))
             return
         self._left = not message.tool_calls
         for call in message.tool_calls or ():
             if self.ended:
                 return
-            told = await self._call(call.function)
-            text = told if isinstance(told, str) else _json(told)
-            self._messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
+            told = await self._call(call.function, tools)
+            conversation.tell_result(call, told if isinstance(told, str) else _json(told))
 
     async def _offer(self) -> list[dict[str, Any]]:
         if self.form.tools is not None or not self.schema:
@@ -157,17 +140,18 @@ class OpenEnvEpisode:
             tools = _fields(listed.observation).get("tools")
             if not tools:
                 raise RuntimeError(f"{self.server} has actions that call tools, but lists no tool")
-            return [_tool(one["name"], one["description"], one["input_schema"]) for one in tools]
+            return [
+                function_tool(one["name"], one["description"], one["input_schema"]) for one in tools
+            ]
         if self._text_field is not None:
             return []
         fields = {**self.schema, "properties": _own_fields(self.schema)}
-        return [_tool(ACT, self.schema.get("description", ""), fields)]
+        return [function_tool(ACT, self.schema.get("description", ""), fields)]
 
-    async def _call(self, function: Any) -> Any:
-        names = [tool["function"]["name"] for tool in self._tools]
-        if function.name not in names:
+    async def _call(self, function: Any, tools: Sequence[str]) -> Any:
+        if function.name not in tools:
             self.refused += 1
-            return f"no such tool; there is {', '.join(names)}"
+            return f"no such tool; there is {', '.join(tools)}"
         try:
             arguments = json.loads(function.arguments or "{}")
         except ValueError:
@@ -242,13 +226,6 @@ def observation_text(observation: Any) -> str:
     return _json(fields) if fields else ""
 
 
-def messages(told: Any, role: str = "user") -> list[dict[str, Any]]:
-    """A message from text; a list of messages is returned unchanged; an empty list for nothing."""
-    if isinstance(told, str) or not told:
-        return [{"role": role, "content": told}] if told else []
-    return [dict(told)] if isinstance(told, Mapping) else list(told)
-
-
 def _own_fields(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of an action, without the one common to all actions."""
     found: Mapping[str, Any] = schema.get("properties", {})
@@ -259,11 +236,6 @@ def _fields(observation: Any) -> dict[str, Any]:
     if hasattr(observation, "model_dump"):
         observation = observation.model_dump()
     return observation if isinstance(observation, dict) else {"observation": observation}
-
-
-def _tool(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    function = {"name": name, "description": description, "parameters": dict(parameters)}
-    return {"type": "function", "function": function}
 
 
 def _tool_result(observation: Mapping[str, Any]) -> Any:
@@ -401,13 +373,11 @@ class OpenEnv(Environment):
         try:
             if self._form.action_of is None:
                 episode.schema = await self._schema_of_actions(episode.client)
-            await episode.begin(task.get("prompt"))
-            while not episode.ended and episode.turns < self._max_turns:
-                await episode.turn(model)
+            turns = await episode.play(model, task.get("prompt"), self._max_turns)
         finally:
             self._running -= 1
             await episode.client.close()
-        return self._output(episode)
+        return self._output(episode, turns)
 
     def check_settings(self, config: RunConfig) -> None:
         """Raises ConfigError if several processes would start a server at one address."""
@@ -472,12 +442,12 @@ class OpenEnv(Environment):
             self._schema = reply.json()["action"]
         return self._schema
 
-    def _output(self, episode: OpenEnvEpisode) -> WorkflowOutput:
+    def _output(self, episode: OpenEnvEpisode, turns: int) -> WorkflowOutput:
         rewards, reward = episode.rewards, self._unrewarded
         if rewards:
             reward = sum(rewards) if self._reward == "sum" else rewards[-1]
         metrics = {
-            "turns": float(episode.turns),
+            "turns": float(turns),
             "done": float(episode.result.done),
             "refused_actions": float(episode.refused),
             "out_of_room": float(episode.out_of_room),
@@ -487,13 +457,8 @@ class OpenEnv(Environment):
 
 def _clients() -> tuple[type[Any], type[Any], type[Any]]:
     """OpenEnv's class of all clients, the one with dicts, and the one with tools."""
-    try:
+    with importing("OpenEnv needs the package openenv", "openenv"):
         from openenv.core.env_client import EnvClient
         from openenv.core.generic_client import GenericEnvClient
         from openenv.core.mcp_client import MCPClientBase
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"OpenEnv needs the package openenv, which cannot be imported ({error}): "
-            f"{pip_install('openenv')}"
-        ) from error
     return EnvClient, GenericEnvClient, MCPClientBase

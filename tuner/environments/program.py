@@ -26,7 +26,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from tuner.encoding import DISPLAY_ERRORS, displayable
 from tuner.environments.containers import ContainerEngine, ContainerLimits, Containers, owned_folder
@@ -40,17 +40,15 @@ from tuner.tasks.loading import load_function
 # Working folders of programs: each rollout's is copied from a template, and removed after it.
 
 
+T = TypeVar("T")
 _SHOWN_BYTES = 1_000_000
 """A larger file is not compared line by line."""
 
 
 class Workspaces:
-    """Creates folders from templates, and removes them.
+    """Creates folders from templates, below `within` if that exists, and removes them.
 
     A template is read once: changes to it during the run have no effect.
-
-    Args:
-        within: Their parent folder on this machine. None: a temporary one.
     """
 
     def __init__(self, within: Path | None = None) -> None:
@@ -76,15 +74,8 @@ class Workspaces:
         return self._root
 
     def new(self, template: str | None, commit: str | None) -> tuple[Path, Path | None]:
-        """A folder for one rollout, and what it was made from.
-
-        Args:
-            template: A folder, or a git repository if `commit` is given; None: it is empty.
-            commit: Anything that git can check out.
-
-        Raises:
-            ConfigError: There is no such template.
-        """
+        """A folder for one rollout, and what it was made from: nothing, a folder, or a commit of a
+        git repository. Raises ConfigError."""
         with self._lock:
             folder = self._made() / f"{next(self._numbers):06d}"
             before = None if template is None else self._read(template, commit)
@@ -123,11 +114,7 @@ class Workspaces:
 
 
 def check_template(template: str, commit: str | None) -> None:
-    """Check that a template exists; repositories on other machines are not checked.
-
-    Raises:
-        ConfigError: It does not exist.
-    """
+    """Raise ConfigError if a template does not exist; other machines' are not checked."""
     if commit is not None and ("://" in template or "@" in template):
         return
     if not os.path.isdir(template):
@@ -182,48 +169,41 @@ def files_in(folder: Path) -> Iterator[str]:
 
 
 def difference(before: Path | None, given: Mapping[str, str], after: Path) -> str:
-    """The changes in a folder, as a unified diff.
-
-    Args:
-        before: Its template; None: it was empty.
-        given: Texts of the files that were added, by name.
-        after: The folder.
-    """
+    """The changes in a folder since its template and the files given by name, as a unified
+    diff."""
     old = {name: before / name for name in files_in(before)} if before else {}
     new = {name: after / name for name in files_in(after)}
     compared = []
     for name in sorted({*old, *new, *given}):
-        was = _short(given[name].encode()) if name in given else _bytes_of(old.get(name))
-        compared.append(_compared(name, was, _bytes_of(new.get(name))))
+        was = given[name].encode() if name in given else old.get(name)
+        compared.append(_compared(name, _shown(was), _shown(new.get(name))))
     return "".join(compared)
 
 
-def _short(text: bytes) -> bytes:
-    return text if len(text) <= _SHOWN_BYTES else b"\0" + hashlib.sha256(text).digest()
-
-
-def _bytes_of(path: Path | None) -> bytes | None:
-    """The content of a file; for a large one only a digest, since a program may fill the disk."""
-    if path is None:
-        return None
-    if path.stat().st_size <= _SHOWN_BYTES:
-        return path.read_bytes()
-    with path.open("rb") as file:
-        return b"\0" + hashlib.file_digest(file, "sha256").digest()
+def _shown(content: Path | bytes | None) -> bytes | None:
+    """A content, or that of a file; of a large one only a digest, since a program may fill the
+    disk."""
+    if isinstance(content, Path):
+        if content.stat().st_size > _SHOWN_BYTES:
+            with content.open("rb") as file:
+                return b"\0" + hashlib.file_digest(file, "sha256").digest()
+        return content.read_bytes()
+    if content is not None and len(content) > _SHOWN_BYTES:
+        return b"\0" + hashlib.sha256(content).digest()
+    return content
 
 
 def _compared(name: str, old: bytes | None, new: bytes | None) -> str:
     if old == new:
         return ""
     titles = (
-        ("/dev/null" if old is None else f"a/{name}"),
-        ("/dev/null" if new is None else f"b/{name}"),
+        "/dev/null" if old is None else f"a/{name}",
+        "/dev/null" if new is None else f"b/{name}",
     )
-    both = [old or b"", new or b""]
     try:
-        if any(b"\0" in text for text in both):
+        if b"\0" in (old or b"") or b"\0" in (new or b""):
             raise ValueError("it is no text")
-        was, now = (text.decode().splitlines(keepends=True) for text in both)
+        was, now = ((text or b"").decode().splitlines(keepends=True) for text in (old, new))
     except ValueError:
         return f"Binary files {titles[0]} and {titles[1]} differ\n"
     return "".join(
@@ -352,7 +332,7 @@ class Program(Environment):
         if isinstance(judge, str):
             judge = load_function(judge, setting="judge")
         self.judge, self.train_dataset, self.eval_dataset = judge, train_dataset, eval_dataset
-        self.limits = _limits(limits)
+        self.limits = limits_of(LIMITS, limits)
         self._command, self._prompt, self._prompt_key = list(command), prompt, prompt_key
         self._template = None if template is None else os.fspath(template)
         self._commit, self._statuses, self._isolation = commit, statuses, isolation
@@ -388,12 +368,7 @@ class Program(Environment):
         Raises:
             ProgramError: It could not be started, was ended at a limit, or failed.
         """
-        values = displayable({name: str(value) for name, value in task.items()}) | {
-            "prompt": displayable(str(task[self._prompt_key])),
-            "base_url": model.base_url,
-            "api_key": model.api_key,
-            "model": model.model_name,
-        }
+        values = values_of(task, task[self._prompt_key], model)
         template, commit = (
             None if text is None else filled(text, values)
             for text in (self._template, self._commit)
@@ -522,12 +497,18 @@ class Program(Environment):
         return Path(shutil.move(folder, self._keep / name))
 
 
-def model_variables(values: Mapping[str, str]) -> dict[str, str]:
-    """The variables by which programs find the model: OpenAI's, Anthropic's and those of CLIs.
+def values_of(task: Mapping[str, Any], prompt: Any, model: Any) -> dict[str, str]:
+    """What `filled` fills in: the task's fields, its prompt, and the model."""
+    return displayable({name: str(value) for name, value in task.items()}) | {
+        "prompt": displayable(str(prompt)),
+        "base_url": model.base_url,
+        "api_key": model.api_key,
+        "model": model.model_name,
+    }
 
-    Args:
-        values: `base_url`, `api_key` and `model`.
-    """
+
+def model_variables(values: Mapping[str, str]) -> dict[str, str]:
+    """The variables by which programs find the model: OpenAI's, Anthropic's and those of CLIs."""
     without_version = values["base_url"].removesuffix("/v1")  # Anthropic's clients add it
     return {
         **dict.fromkeys(_URLS, values["base_url"]),
@@ -562,13 +543,14 @@ def _check_command(command: Any, prompt: str) -> None:
         )
 
 
-def _limits(given: Limits | Mapping[str, Any] | None) -> Limits:
-    if given is None or isinstance(given, Limits):
-        return given or LIMITS
-    known = vars(LIMITS)
+def limits_of(default: T, given: Any) -> T:
+    """Limits with some replaced by a mapping, or those given instead; raises ConfigError."""
+    if isinstance(given, type(default)):
+        return given
+    given, known = dict(given or {}), vars(default)
     if wrong := [name for name in given if name not in known]:
         raise ConfigError(f"limits has no {wrong[0]!r}; there are {', '.join(known)}")
     try:
-        return replace(LIMITS, **given)
+        return replace(default, **given)  # type: ignore[type-var]  # a dataclass
     except (TypeError, ValueError) as error:
         raise ConfigError(f"limits: {error}") from None

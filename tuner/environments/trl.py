@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.config import RunConfig
+from tuner.environments.conversation import Conversation
 from tuner.environments.trl_config import (
     GRPOConfig,
     prompts_in_a_step,
@@ -34,7 +35,15 @@ from tuner.environments.trl_config import (
 from tuner.errors import ConfigError, DatasetError, FunctionError
 from tuner.runs.environment import Environment
 from tuner.tasks.datasets import DatasetConfig
-from tuner.tasks.functions import JudgeOutput, WorkflowOutput, in_thread, is_async, shown, unwrapped
+from tuner.tasks.functions import (
+    JudgeOutput,
+    WorkflowOutput,
+    called,
+    in_thread,
+    is_async,
+    shown,
+    unwrapped,
+)
 from tuner.tasks.loading import load_function
 
 if TYPE_CHECKING:
@@ -49,16 +58,9 @@ _NO_TOOLS = ("reset", "get_reward")
 
 @dataclass(frozen=True)
 class TrlCompletion:
-    """A completion as reward functions see it.
-
-    Attributes:
-        prompt: The prompt with the environment's text.
-        completion: Text for a text prompt; for messages the added messages.
-        ids: Token ids after the prompt, including tool results.
-        step: Number of weight updates so far.
-        environment: The rollout's environment, or None, and where to return it.
-        metrics: Number of tool calls, and of failed ones.
-    """
+    """A completion as reward functions see it: the prompt with the environment's text; text, or the
+    added messages; the ids after the prompt, including tool results; and the number of weight
+    updates so far."""
 
     prompt: Any
     completion: Any
@@ -76,15 +78,9 @@ class TrlCompletion:
 
 
 class Instances:
-    """Environments, created when none is idle (one for each running rollout), and their tools.
-
-    Args:
-        factory: A factory in TRL's form, or None.
-        tools: Functions that are tools in every environment.
-
-    Raises:
-        ConfigError: An environment has no `reset`, or a tool has no docstring or types.
-    """
+    """Environments, created when none is idle (one for each running rollout), and their tools;
+    `tools` are those of every environment. Raises ConfigError if one has no `reset`, or a tool no
+    docstring or types."""
 
     def __init__(self, factory: Any, tools: Sequence[Callable[..., Any]]) -> None:
         self.several = isinstance(factory, Mapping)
@@ -92,14 +88,14 @@ class Instances:
             factory if isinstance(factory, Mapping) else {None: factory} if factory else {}
         )
         self._standalone = list(tools)
-        self._idle: dict[str | None, list[Any]] = defaultdict(list)
+        self.idle = defaultdict[str | None, list[Any]](list)
         self._schemas: dict[str | None, list[dict[str, Any]]] = {None: _schemas(self._standalone)}
         self.rewarding_classes: list[type[Any]] = []
         for name, make in self._factories.items():
             instance = make()
             if not callable(getattr(type(instance), "reset", None)):
                 raise ConfigError(f"environment_factory made {shown(instance)}, which has no reset")
-            self._idle[name].append(instance)
+            self.idle[name].append(instance)
             self._schemas[name] = _schemas([*self._standalone, *_methods(instance)])
             rewards = hasattr(type(instance), "get_reward")
             if rewards and type(instance) not in self.rewarding_classes:
@@ -107,14 +103,11 @@ class Instances:
 
     def __getstate__(self) -> dict[str, Any]:
         """Another process creates its own environments: these may not be picklable."""
-        return {**self.__dict__, "_idle": defaultdict(list)}
+        return {**self.__dict__, "idle": defaultdict(list)}
 
     async def take(self, task: Mapping[str, Any]) -> tuple[str | None, Any]:
-        """An environment for a row, and its name; None if there are none.
-
-        Raises:
-            DatasetError: The row names an unknown environment.
-        """
+        """An environment for a row, and its name; None if there are none. Raises DatasetError if
+        the row names an unknown one."""
         if not self._factories:
             return None, None
         name = task.get("environment") if self.several else None
@@ -123,17 +116,13 @@ class Instances:
                 f"the row's environment is {name!r}, but environment_factory makes "
                 f"{', '.join(map(str, self._factories))}"
             )
-        idle = self._idle[name]
+        idle = self.idle[name]
         return name, idle.pop() if idle else await in_thread(self._factories[name])
 
     def give_back(self, name: str | None, instance: Any) -> None:
         """Return an environment for another rollout, which resets it."""
         if instance is not None:
-            self._idle[name].append(instance)
-
-    def clear(self) -> None:
-        """Drop the idle ones."""
-        self._idle.clear()
+            self.idle[name].append(instance)
 
     def tools_of(self, name: str | None, instance: Any) -> Tools:
         """Tools of a rollout."""
@@ -144,13 +133,8 @@ class Instances:
 
 @dataclass
 class Tools:
-    """Functions that the model may call, and their schemas.
-
-    Attributes:
-        functions: By name.
-        schemas: In OpenAI's form.
-        called, failed: Number of calls, and of calls that raised.
-    """
+    """Functions that the model may call, by name, their schemas in OpenAI's form, and the numbers
+    of calls and of those that raised."""
 
     functions: Mapping[str, Callable[..., Any]]
     schemas: list[dict[str, Any]]
@@ -163,11 +147,7 @@ class Tools:
         try:
             if name not in self.functions:
                 raise ValueError(f"Tool {name} not found.")
-            function, given = self.functions[name], json.loads(arguments or "{}")
-            if inspect.iscoroutinefunction(function):
-                result = await function(**given)
-            else:
-                result = await in_thread(lambda: function(**given))
+            result = await called(self.functions[name], **json.loads(arguments or "{}"))
         except Exception as error:
             self.failed += 1
             result = {"error": str(error)}
@@ -193,11 +173,8 @@ class TrlPrompt:
         instances: Instances,
         config: GRPOConfig,
     ) -> TrlPrompt:
-        """A row's prompt, with the text of the environment's reset.
-
-        Raises:
-            DatasetError: The row has no prompt, or images.
-        """
+        """A row's prompt, with the text of the environment's reset. Raises DatasetError if it has
+        no prompt, or images."""
         if images := [key for key in ("image", "images") if task.get(key) is not None]:
             raise DatasetError(f"the row has {images[0]}: only text can be trained")
         empty = [{"role": "user", "content": ""}]
@@ -211,7 +188,7 @@ class TrlPrompt:
         if environment is not None:
             hidden = ("environment",) if instances.several else ()
             given = {key: value for key, value in task.items() if key not in hidden}
-            if (said := await _reset(environment, given)) is not None:
+            if (said := await called(environment.reset, **given)) is not None:
                 last: Any = prompt[-1]
                 prompt = [*prompt[:-1], {**last, "content": last["content"] + said}]
         return cls(prompt, tools, config, environment, name)
@@ -220,7 +197,9 @@ class TrlPrompt:
         """Complete the prompt; `args` sets the sampling."""
         added = None if isinstance(self.prompt, str) else await self._answered(model)
         if added is None:
-            await self._continued(model)
+            await model.client.completions.create(
+                model=model.model_name, prompt=self.prompt, **self._sampling()
+            )
         calls = [one.call for one in model.calls]
         if self.config.mask_truncated_completions and calls[-1].finish_reason == "length":
             for one in model.calls:
@@ -239,30 +218,23 @@ class TrlPrompt:
             metrics={name: float(n) for name, n in counts.items()} if self.tools.schemas else {},
         )
 
-    async def _continued(self, model: Any) -> None:
-        await model.client.completions.create(
-            model=model.model_name, prompt=self.prompt, **self._sampling()
-        )
-
     async def _answered(self, model: Any) -> list[dict[str, Any]]:
         """Messages added to the prompt, in TRL's form."""
-        sent, added = list(self.prompt), []
+        added = []
         limit = self.config.max_tool_calling_iterations
         limit = sys.maxsize if limit is None else limit
         offer = {"tools": self.tools.schemas} if self.tools.schemas else {}
+        conversation = Conversation(model, **offer)
+        conversation.tell(self.prompt)
         for iteration in range(limit + 1):
-            reply = await model.client.chat.completions.create(
-                model=model.model_name, messages=sent, **offer, **self._sampling(model)
-            )
-            message = reply.choices[0].message
-            sent.append(message.model_dump(exclude_none=True))
+            message = await conversation.answer(**self._sampling(model))
             added.append(_as_trl(message))
             if not message.tool_calls or iteration == limit or self._room(model) == 0:
                 break
             for call in message.tool_calls:
                 name = call.function.name
                 content = await self.tools.result_of(name, call.function.arguments)
-                sent.append({"role": "tool", "tool_call_id": call.id, "content": content})
+                conversation.tell_result(call, content)
                 added.append({"role": "tool", "name": name, "content": content})
         return added
 
@@ -271,14 +243,12 @@ class TrlPrompt:
         found: dict[str, Any] = {}
         if (left := self._room(model)) is not None:
             found["max_tokens"] = left
-        extra = {"min_p": self.config.min_p, "chat_template_kwargs": self._template()}
+        template = None if isinstance(self.prompt, str) else self.config.chat_template_kwargs
+        extra = {"min_p": self.config.min_p, "chat_template_kwargs": template or None}
         if self.config.repetition_penalty != 1.0:
             extra["repetition_penalty"] = self.config.repetition_penalty
         body = {name: value for name, value in extra.items() if value is not None}
         return {**found, "extra_body": body} if body else found
-
-    def _template(self) -> dict[str, Any] | None:
-        return None if isinstance(self.prompt, str) else self.config.chat_template_kwargs or None
 
     def _room(self, model: Any) -> int | None:
         """Tokens left for the completion; counts tool results except the next ones."""
@@ -314,29 +284,15 @@ def _schemas(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
     return found
 
 
-async def _reset(environment: Any, given: dict[str, Any]) -> Any:
-    if inspect.iscoroutinefunction(environment.reset):
-        return await environment.reset(**given)
-    return await in_thread(lambda: environment.reset(**given))
-
-
 def _as_trl(message: Any) -> dict[str, Any]:
     """An answer in the form of TRL's parser: arguments are a dict, and calls have no id."""
     told = message.model_dump(exclude_none=True)
     found = {"role": "assistant", "content": told.get("content") or ""}
     if told.get("reasoning_content"):
         found["reasoning_content"] = told["reasoning_content"]
-    if calls := told.get("tool_calls"):
-        found["tool_calls"] = [
-            {
-                "type": "function",
-                "function": {
-                    "name": one["function"]["name"],
-                    "arguments": json.loads(one["function"]["arguments"] or "{}"),
-                },
-            }
-            for one in calls
-        ]
+    if calls := [one["function"] for one in told.get("tool_calls") or ()]:
+        given = [one | {"arguments": json.loads(one["arguments"] or "{}")} for one in calls]
+        found["tool_calls"] = [{"type": "function", "function": one} for one in given]
     return found
 
 
@@ -368,18 +324,11 @@ _IMPORTING = threading.Lock()
 
 
 class RewardFunctions:
-    """Reward functions and their weights.
+    """Reward functions in TRL's form and their weights (None: 1), and classes of environments that
+    have a reward of their own. Raises ConfigError.
 
     Functions that are not async run in a thread, never two at a time, because TRL calls them one at
     a time.
-
-    Args:
-        functions: Functions in TRL's form; reward models are not supported.
-        weights: One for each function, or None for 1.
-        classes: Classes of environments that have a reward of their own, which counts once.
-
-    Raises:
-        ConfigError: One cannot be called, there is none, or the number of weights differs.
     """
 
     def __init__(
@@ -411,16 +360,8 @@ class RewardFunctions:
     async def of(
         self, task: dict[str, Any], group: Sequence[TrlCompletion], *, max_steps: int
     ) -> list[JudgeOutput]:
-        """The weighted sum of the rewards of each completion; NaN if it has none.
-
-        Args:
-            task: Their row.
-            group: The completions.
-            max_steps: Steps of the run, for `trainer_state`.
-
-        Raises:
-            FunctionError: A function did not return a reward or None for each completion.
-        """
+        """The weighted sum of the rewards of each completion of a row; NaN if it has none. Raises
+        FunctionError if a function did not return a reward or None for each."""
         extra: dict[str, list[Any]] = {}
         logged: dict[str, list[float]] = {}
         arguments: dict[str, Any] = {
@@ -440,14 +381,11 @@ class RewardFunctions:
             arguments["environments"] = [one.environment for one in group]
         columns = await self._columns(arguments, len(group))
         metrics = {name: sum(values) / len(values) for name, values in logged.items()}
-        return [
-            self._output(
-                [column[i] for column in columns],
-                metrics,
-                {name: values[i] for name, values in extra.items() if i < len(values)},
-            )
-            for i in range(len(group))
-        ]
+        outputs = []
+        for i, rewards in enumerate(zip(*columns, strict=True)):
+            own = {name: values[i] for name, values in extra.items() if i < len(values)}
+            outputs.append(self._output(rewards, metrics, own))
+        return outputs
 
     async def _columns(self, arguments: dict[str, Any], count: int) -> list[list[float | None]]:
         """Rewards of each function; async functions run concurrently."""
@@ -457,16 +395,10 @@ class RewardFunctions:
             if is_async(function):
                 waiting[index] = function(**arguments)
             else:
-                call = functools.partial(self._alone, function, arguments)
-                found[index] = await in_thread(call)
+                found[index] = await in_thread(functools.partial(_alone, function, **arguments))
         answers = await asyncio.gather(*waiting.values())
         found |= dict(zip(waiting, answers, strict=True))
         return [_checked(found[i], self._names[i], count) for i in range(len(self._functions))]
-
-    @staticmethod
-    def _alone(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        with _ONE_AT_A_TIME:
-            return function(**arguments)
 
     def _output(
         self, rewards: Sequence[float | None], metrics: dict[str, float], extra: dict[str, Any]
@@ -487,6 +419,11 @@ class RewardFunctions:
             metrics={f"rewards/{name}": one for name, one in scored.items()} | metrics | numbers,
             feedback="\n".join(notes) or None,
         )
+
+
+def _alone(function: Callable[..., Any], **arguments: Any) -> Any:
+    with _ONE_AT_A_TIME:
+        return function(**arguments)
 
 
 def _state(step: int, max_steps: int) -> Any:
@@ -530,19 +467,14 @@ async def _reward_of_environment(
     made: type[Any], environments: Sequence[Any], **_: Any
 ) -> list[float | None]:
     name = _name_of(made)  # a worker may have the class twice: sent, and imported
-    return [await _rewarded(one) if _name_of(type(one)) == name else None for one in environments]
+    return [
+        await called(one.get_reward) if _name_of(type(one)) == name else None
+        for one in environments
+    ]
 
 
 def _name_of(made: type[Any]) -> tuple[str, str]:
     return made.__module__, made.__qualname__
-
-
-async def _rewarded(environment: Any) -> float | None:
-    if inspect.iscoroutinefunction(environment.get_reward):
-        awaited: float | None = await environment.get_reward()
-        return awaited
-    found: float | None = await in_thread(environment.get_reward)
-    return found
 
 
 def _name(function: Any) -> str:
@@ -607,11 +539,7 @@ class TRL(Environment):
         self._steps = config.buffer.total_steps or self._steps
 
     async def workflow(self, task: dict[str, Any], model: Any) -> WorkflowOutput:
-        """Complete a prompt, with tool calls.
-
-        Raises:
-            DatasetError: The row has no prompt, or images.
-        """
+        """Complete a prompt, with tool calls."""
         name, instance = await self._instances.take(task)
         prompted = await TrlPrompt.of(task, name, instance, self._instances, self._config)
         completed = await prompted.completed(model)
@@ -632,7 +560,7 @@ class TRL(Environment):
 
     async def close(self) -> None:
         """Drop the idle environments."""
-        self._instances.clear()
+        self._instances.idle.clear()
 
 
 class GRPOTrainer:
@@ -739,13 +667,8 @@ def _adapter(config: Any) -> dict[str, Any]:
             "peft_config.target_modules is not set, and peft's default depends on the model: name "
             "the layers, or set 'all-linear'"
         )
-    for name in (
-        "lora_dropout",
-        "use_rslora",
-        "use_dora",
-        "modules_to_save",
-        "layers_to_transform",
-    ):
+    refused = "lora_dropout use_rslora use_dora modules_to_save layers_to_transform"
+    for name in refused.split():
         if value := getattr(config, name, None):
             raise ConfigError(f"peft_config.{name} is {value!r}, which is not supported")
     targets = config.target_modules

@@ -12,14 +12,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 from tuner.config import RunConfig
-from tuner.errors import (
-    ConfigError,
-    MissingDependencyError,
-    RewardError,
-    RewardTimeout,
-    TunerError,
-    pip_install,
-)
+from tuner.errors import ConfigError, RewardError, RewardTimeout, TunerError, importing
 from tuner.runs.environment import Environment
 from tuner.tasks.functions import JudgeOutput, WorkflowOutput, shown
 
@@ -237,13 +230,8 @@ async def _door(env: Any) -> AsyncIterator[Any]:
 
 
 def _loaded(env: Any, config: Mapping[str, Any]) -> Any:
-    try:
+    with importing("environments of verifiers need verifiers 0.4", "verifiers"):
         from verifiers import v1
-    except ImportError as error:
-        raise MissingDependencyError(
-            "environments of verifiers need verifiers 0.4, which cannot be imported "
-            f"({error}): {pip_install('verifiers')}"
-        ) from error
     _remove_port_files()
     if isinstance(env, v1.Env):
         if config:

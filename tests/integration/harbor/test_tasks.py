@@ -260,7 +260,7 @@ def test_wrong_arguments_are_refused(task_of, tmp_path):
     for given, said in (
         ({"network": "some"}, "network is 'some'"),
         ({"sandbox": "jail"}, "sandbox is 'jail': expected 'local', .*daytona.*e2b.*modal"),
-        ({"limits": {"memory": 1}}, "its keys are cpus, memory_mb"),
+        ({"limits": {"memory": 1}}, "limits has no 'memory'; there are cpus, memory_mb"),
         ({"agent": 3}, "agent is 3 .*: expected .*terminus-2"),
         ({"agent_options": {"turn": 3}}, "agent_options: .*turn"),
     ):
