@@ -16,8 +16,8 @@ from tests.kit.toy import StubEngine, gateway_of
 from tests.rewards.test_sandbox import those_in
 from tuner import JudgeOutput, tune
 from tuner.config import load_config
-from tuner.environments.containers import ContainerEngine
-from tuner.environments.program import Program
+from tuner.environments.containers import ContainerEngine, ContainerLimits
+from tuner.environments.program import Program, Workspaces
 from tuner.errors import ConfigError, MissingDependencyError, ProgramError
 from tuner.rewards import sandbox
 from tuner.rollouts.without_framework import PlainChatModel
@@ -167,7 +167,7 @@ async def test_a_folder_is_there_as_long_as_the_response_is(start):
     assert not folder.exists()
 
 
-async def test_folders_of_a_killed_process_are_removed_at_the_next_start(start, temporary):
+def test_folders_of_a_killed_process_are_removed_at_the_next_start(temporary):
     code = """
 import os, sys, tempfile
 from tuner.environments.program import Workspaces
@@ -178,8 +178,10 @@ os.kill(os.getpid(), 9)
 """
     subprocess.run([sys.executable, "-c", code, temporary], check=False)
     (left,) = os.listdir(temporary)
-    await ran(start("print()"))
+    spaces = Workspaces()
+    spaces.new(None, None)
     assert left not in os.listdir(temporary)
+    spaces.close()
 
 
 def git(*arguments, cwd):
@@ -406,7 +408,8 @@ def test_each_failure_is_an_outcome_and_training_goes_on(random_model_path, tmp_
 def test_values_of_variables_stay_out_of_the_list_of_processes(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "another")
     given = {"OPENAI_API_KEY": "the-key", "HOME": "/tmp", "https_proxy": "a:1"}
-    words, own = ContainerEngine("/bin/podman").exec_words("box", ["node"], environment=given)
+    engine = ContainerEngine(ContainerLimits())
+    words, own = engine.exec_words("box", ["node"], environment=given)
     assert words == [
         *("exec", "--env=OPENAI_API_KEY", "--env=HOME=/tmp", "--env=https_proxy=a:1", "box", "node")
     ]

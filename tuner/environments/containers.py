@@ -22,7 +22,7 @@ import time
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,49 +127,60 @@ class CommandResult:
         return (said[-800:] or f"status {self.status}") if self.status else ""
 
 
-@dataclass
 class ContainerEngine:
-    """A client that works here: its path, its options before a command, its options for limits of
-    each process, and what it cannot limit here, with the reason."""
+    """Containers by a client that works here, which is found when the first image is needed.
 
-    program: str
-    options: tuple[str, ...] = ()
-    limits: tuple[str, ...] = ()
-    unlimited: dict[str, str] = field(default_factory=dict)
-    _watcher: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    Args:
+        default: Limits of containers whose creator names no others.
+        kind: "podman", "docker" or "local": whichever works.
+    """
 
-    def __post_init__(self) -> None:
-        self.kind = Path(self.program).name
-        self._starting = asyncio.Semaphore(_STARTS_AT_ONCE)
+    def __init__(self, default: ContainerLimits, kind: str = "local") -> None:
+        self.default, self._given = default, kind
+        self._begin()
+
+    def _begin(self) -> None:
+        self.program = self.kind = ""
+        self.options: tuple[str, ...] = ()  # before a command
+        self.limits: tuple[str, ...] = ()  # options for limits of each process
+        self.unlimited: dict[str, str] = {}  # what the client cannot limit here, and why
+        self._finding, self._starting = asyncio.Lock(), asyncio.Semaphore(_STARTS_AT_ONCE)
+        self._images: set[str] = set()
+        self._watcher: subprocess.Popen[bytes] | None = None
         self._folder: Path | None = None  # its monitors write files to where they are started
         self._owner = f"{_process()}-{os.urandom(3).hex()}"
 
-    @classmethod
-    async def of(
-        cls,
-        image: str,
-        get: Callable[[ContainerEngine], Awaitable[None]],
-        *,
-        kind: str = "local",
-    ) -> ContainerEngine:
-        """The first client that can run a container of an image, which `get` pulls or builds with
-        it; `kind` "podman" or "docker": only that. Raises MissingDependencyError, which says why
-        for each."""
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ContainerEngine, (self.default, self._given)  # another process has its own
+
+    async def need(self, image: str, get: Callable[[], Awaitable[None]]) -> None:
+        """Have an image, which `get` pulls or builds by this, once; the first time with the first
+        client that can run a container of it. Raises MissingDependencyError, which says why none
+        can, and SandboxError."""
+        async with self._finding:
+            if not self.program:
+                await self._find(image, get)
+            elif image not in self._images:
+                await get()
+            self._images.add(image)
+
+    async def _find(self, image: str, get: Callable[[], Awaitable[None]]) -> None:
         refused = []
-        for name in ("podman", "docker") if kind == "local" else (kind,):
-            if (program := shutil.which(name)) is None:
-                refused.append(f"{name} is not installed")
+        for kind in ("podman", "docker") if self._given == "local" else (self._given,):
+            if (program := shutil.which(kind)) is None:
+                refused.append(f"{kind} is not installed")
                 continue
-            engine = cls(program)
+            self.program, self.kind = program, kind
             try:
-                await get(engine)
-                await engine._adapt(image)
+                await get()
+                await self._adapt(image)
             except SandboxError as error:
+                self.program = ""
                 refused.append(str(error))
                 continue
-            await engine._remove_leftovers()
-            engine._watch()
-            return engine
+            await self._remove_leftovers()
+            self._watch()
+            return
         raise MissingDependencyError(
             f"no container of {image!r} can be started: {'; '.join(refused)}"
         )
@@ -272,8 +283,7 @@ class ContainerEngine:
         done = await self.call(*words, environment=own, seconds=patience)
         late = seconds is not None and time.monotonic() - began >= seconds
         killed = done.status == 128 + signal.SIGKILL and late
-        timed_out = done.timed_out or killed
-        return CommandResult(done.status, done.stdout, done.stderr, done.cut, timed_out)
+        return replace(done, timed_out=done.timed_out or killed)
 
     def exec_words(
         self,
@@ -304,9 +314,8 @@ class ContainerEngine:
     async def copy_out(self, name: str, source: str, *, limit: int) -> bytes:
         """A file or folder of a container as a tar archive; raises SandboxError, also if that is
         larger than `limit` bytes."""
-        done = await self._must(
-            f"cannot copy {source}", "cp", f"{name}:{source}", "-", output=limit
-        )
+        words = ("cp", f"{name}:{source}", "-")
+        done = await self._must(f"cannot copy {source}", *words, output=limit)
         if done.cut:
             raise SandboxError(f"{source} is larger than {limit} bytes: it is not copied")
         return done.stdout
@@ -365,8 +374,6 @@ class ContainerEngine:
             cwd=self._folder,
             start_new_session=True,  # Ctrl-C is for us
         )
-        assert process.stdout is not None
-        assert process.stderr is not None
         reading = asyncio.gather(
             _read(process.stdout, output), _read(process.stderr, output), process.wait()
         )
@@ -407,57 +414,18 @@ class ContainerEngine:
             start_new_session=True,
         )
 
-    def close(self) -> None:
-        """Remove all containers of this engine; blocks until they are gone."""
+    async def close(self) -> None:
+        """Remove all containers of this engine."""
         watcher, folder = self._watcher, self._folder
-        self._watcher = self._folder = None
+        self._begin()
         if watcher is not None and folder is not None:
-            watcher.communicate(b"close\n")
+            await asyncio.to_thread(watcher.communicate, b"close\n")
             remove_folder(folder)
 
 
-class Containers:
-    """A client of containers, found when the first image is needed, and the images that it has.
-
-    Args:
-        limits: Of containers whose creator names no others.
-        kind: "podman", "docker" or "local": whichever works.
-    """
-
-    def __init__(self, limits: ContainerLimits, kind: str = "local") -> None:
-        self.limits, self._kind = limits, kind
-        self._begin()
-
-    def _begin(self) -> None:
-        self._lock = asyncio.Lock()
-        self._engine: ContainerEngine | None = None
-        self._images: set[str] = set()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Containers, (self.limits, self._kind)  # another process has its own
-
-    async def having(
-        self, image: str, get: Callable[[ContainerEngine], Awaitable[None]]
-    ) -> ContainerEngine:
-        """The client, which has the image: `get` pulls or builds it, once."""
-        async with self._lock:
-            if self._engine is None:
-                self._engine = await ContainerEngine.of(image, get, kind=self._kind)
-            elif image not in self._images:
-                await get(self._engine)
-            self._images.add(image)
-            return self._engine
-
-    async def close(self) -> None:
-        """Remove all containers."""
-        engine = self._engine
-        self._begin()
-        if engine is not None:
-            await asyncio.to_thread(engine.close)
-
-
-async def _read(stream: asyncio.StreamReader, most: int) -> tuple[bytes, bool]:
+async def _read(stream: asyncio.StreamReader | None, most: int) -> tuple[bytes, bool]:
     """Read a stream to its end; returns its first `most` bytes, and whether there were more."""
+    assert stream is not None
     kept, cut = bytearray(), False
     while data := await stream.read(65536):
         cut = cut or len(kept) + len(data) > most

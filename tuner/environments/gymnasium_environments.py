@@ -8,7 +8,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from tuner.areal.queue_workflow import GymnasiumEnvironment, registered
 from tuner.areal.queues import CheckedEnvironment
@@ -103,8 +103,12 @@ class Gymnasium(Environment):
                 f"gymnasium environment {id!r:.80} cannot be made: {type(error).__name__}: {error}"
             ) from error
         self._space = self._idle[0].env.action_space
-        if agent is None and self._read_action is None:
-            _check_readable(self._space)
+        unread = agent is None and self._read_action is None and not _any_text(self._space)
+        if unread and type(self._space).__name__ != "Discrete":
+            raise ConfigError(
+                f"the environment's actions are {self._space!r:.80}, which are not text: pass "
+                "read_action or an agent"
+            )
         self.train_dataset, self.eval_dataset = seed_rows(train_tasks, eval_tasks)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -118,15 +122,10 @@ class Gymnasium(Environment):
         return GymnasiumEnvironment(self._id, **self._make_args)
 
     async def workflow(self, task: dict[str, Any], model: Any) -> WorkflowOutput:
-        """Play one episode.
-
-        Raises:
-            EnvironmentFault: The environment returned an invalid result.
-        """
+        """Play one episode; raises EnvironmentFault for an invalid result of the environment."""
         async with self._one() as env:
             arguments = {"task": task, "env": env, "model": model}
-            output: WorkflowOutput = await call_function(self._agent, arguments)
-            return output
+            return cast(WorkflowOutput, await call_function(self._agent, arguments))
 
     @asynccontextmanager
     async def _one(self) -> AsyncIterator[CheckedEnvironment]:
@@ -165,7 +164,8 @@ class Gymnasium(Environment):
             metrics["terminated"] = float(terminated)
             if terminated or truncated:
                 break
-        return WorkflowOutput(reward=reward, response=shown, metrics={**_numbers(info), **metrics})
+        numbers = {name: float(v) for name, v in info.items() if isinstance(v, bool | int | float)}
+        return WorkflowOutput(reward=reward, response=shown, metrics=numbers | metrics)
 
     def _action(self, text: str) -> Any:
         """Raises ValueError if the text is not an action."""
@@ -190,15 +190,6 @@ def _any_text(space: Any) -> bool:
     return type(space).__name__ == "Text"
 
 
-def _check_readable(space: Any) -> None:
-    """Raises ConfigError if there is no way to read the space's actions."""
-    if type(space).__name__ != "Discrete" and not _any_text(space):
-        raise ConfigError(
-            f"the environment's actions are {space!r:.80}, which are not text: pass read_action "
-            "or an agent"
-        )
-
-
 def _read(space: Any, text: str) -> Any:
     if _any_text(space):
         return text
@@ -208,10 +199,6 @@ def _read(space: Any, text: str) -> Any:
         return type(space.start)(found[-1])
     except OverflowError:
         raise NoAction(f"{found[-1]:.60} is not in {space}") from None
-
-
-def _numbers(info: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(v) for name, v in info.items() if isinstance(v, bool | int | float)}
 
 
 async def _closed(environment: GymnasiumEnvironment) -> None:

@@ -10,14 +10,14 @@ import shlex
 import tarfile
 import tomllib
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pydantic import ValidationError
 
-from tuner.environments.containers import ContainerEngine, Containers, owned_folder
+from tuner.environments.containers import ContainerEngine, owned_folder
 from tuner.environments.program import model_variables
 from tuner.errors import (
     ConfigError,
@@ -60,11 +60,10 @@ _LOGS = (_INSIDE.agent_dir, _INSIDE.verifier_dir, _INSIDE.artifacts_dir)
 class ContainerSandbox(BaseEnvironment):  # type: ignore[misc]  # harbor has no types here
     """A container of podman or docker, without compose."""
 
-    engine: ContainerEngine
     container = ""
 
-    def __init__(self, *args: Any, containers: Containers, **kwargs: Any) -> None:
-        self._containers = containers
+    def __init__(self, *args: Any, engine: ContainerEngine, **kwargs: Any) -> None:
+        self.engine = engine
         super().__init__(*args, **kwargs)
 
     @staticmethod
@@ -93,21 +92,21 @@ class ContainerSandbox(BaseEnvironment):  # type: ignore[misc]  # harbor has no 
         config = self.task_env_config
         image = config.docker_image or f"localhost/tuner-harbor:{self.environment_id}"
 
-        async def get(engine: ContainerEngine) -> None:
+        async def get() -> None:
+            seconds = config.build_timeout_sec
             if config.docker_image:
-                await engine.pull(image, seconds=config.build_timeout_sec)
+                await self.engine.pull(image, seconds=seconds)
             else:
-                seconds = config.build_timeout_sec
-                await engine.build(self.environment_dir, image, seconds=seconds)
+                await self.engine.build(self.environment_dir, image, seconds=seconds)
 
-        self.engine = await self._containers.having(image, get)
+        await self.engine.need(image, get)
         own = {
             "cpus": self._effective_cpus,
             "memory_mb": self._effective_memory_mb,
             "disk_mb": self._effective_storage_mb,
         }
         given = {name: value for name, value in own.items() if value is not None}
-        limits = replace(self._containers.limits, **given)
+        limits = replace(self.engine.default, **given)
         options = ["--network=none"] if self._network_disabled else []
         self.container = await self.engine.create(
             image, limits, environment=self._startup_env(), options=options
@@ -170,9 +169,8 @@ class ContainerSandbox(BaseEnvironment):  # type: ignore[misc]  # harbor has no 
 
 
 def _extract_file(tar: tarfile.TarFile, target: Path) -> None:
-    content = tar.extractfile(tar.getmembers()[0])
-    if content is None:
-        raise SandboxError(f"{tar.getmembers()[0].name} is not a file")
+    if (content := tar.extractfile(member := tar.getmembers()[0])) is None:
+        raise SandboxError(f"{member.name} is not a file")
     target.write_bytes(content.read())
 
 
@@ -198,21 +196,21 @@ class SandboxPool:
     them.
 
     Args:
-        containers: Starts those of ours.
+        engine: Starts those of ours.
         sandbox, network, options: Like those of `Harbor`.
         ahead: Number of sandboxes that are started before they are needed, when none is waited for.
     """
 
     def __init__(
         self,
-        containers: Containers,
+        engine: ContainerEngine,
         *,
         sandbox: str,
         network: str,
         options: Mapping[str, Any],
         ahead: int,
     ) -> None:
-        self._containers, self._kind = containers, sandbox_of(sandbox)
+        self._engine, self._kind = engine, sandbox_of(sandbox)
         self._network, self._options, self._ahead = network, options, ahead
         self.tasks: dict[str, Task] = {}
         self._begin()
@@ -227,7 +225,7 @@ class SandboxPool:
 
     def __getstate__(self) -> dict[str, Any]:
         """Another process has its own containers."""
-        given = ("_containers", "_kind", "_network", "_options", "_ahead")
+        given = ("_engine", "_kind", "_network", "_options", "_ahead")
         return {name: getattr(self, name) for name in given}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -266,7 +264,7 @@ class SandboxPool:
             **self._options,
         }
         if self._kind is None:
-            environment = ContainerSandbox(containers=self._containers, **given)
+            environment = ContainerSandbox(engine=self._engine, **given)
         else:
             environment = EnvironmentFactory.create_environment(self._kind, **given)
         return TaskSandbox(task, environment, paths)
@@ -360,7 +358,7 @@ class SandboxPool:
         folder = self._folder
         self._begin()
         await asyncio.gather(*ending, *stopping, return_exceptions=True)
-        await self._containers.close()
+        await self._engine.close()
         if folder is not None:
             remove(folder)
 
@@ -421,12 +419,6 @@ def tests_said(sandbox: TaskSandbox) -> str | None:
     if not path.is_file() or path.is_symlink():
         return None
     return path.read_text("utf-8", "replace").strip()[-_FEEDBACK:] or None
-
-
-def networked(tasks: Iterable[Task]) -> list[str]:
-    """Names of the tasks that have a network in Harbor."""
-    modes = {task.name: task.config.environment.network_mode for task in tasks}
-    return [name for name, mode in modes.items() if mode != NetworkMode.NO_NETWORK]
 
 
 def loaded(folder: Path) -> Task:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.environments.containers import ContainerLimits, Containers
+from tuner.environments.containers import ContainerEngine, ContainerLimits
 from tuner.environments.conversation import Conversation, function_tool
 from tuner.environments.program import filled, limits_of, model_variables, values_of
 from tuner.errors import ConfigError, ProgramError, RewardError
@@ -160,18 +160,12 @@ class TerminalAgent:
 
 @dataclass
 class HarborOutput:
-    """The response of a rollout: what its agent said, and its sandbox, which the judge looks into.
-
-    Attributes:
-        said: The agent's last words.
-        sandbox: None once it was judged.
-        failure: Why the judge could not, which it says again.
-        unjudged: Removes the sandbox of a response that is dropped.
-    """
+    """The response of a rollout: what its agent said, and its sandbox, for the judge."""
 
     said: str
-    sandbox: TaskSandbox | None = field(repr=False)
-    failure: RewardError | None = None
+    sandbox: TaskSandbox | None = field(repr=False)  # None once it was judged
+    failure: RewardError | None = None  # why it could not be, which is said again
+    # Removes the sandbox of a response that is dropped.
     unjudged: weakref.finalize[..., Any] | None = field(default=None, repr=False)
 
     def get_text_content(self) -> str:
@@ -231,7 +225,7 @@ class Harbor(Environment):
         self._agent_options = dict(agent_options or {})
         self._agent = self._agent_of(agent)
         self._pool = harbor_sandbox.SandboxPool(
-            Containers(limits_of(LIMITS, limits), sandbox),
+            ContainerEngine(limits_of(LIMITS, limits), sandbox),
             sandbox=sandbox,
             network=network,
             options=dict(sandbox_options or {}),
@@ -239,14 +233,13 @@ class Harbor(Environment):
         )
         self.train_dataset = self._rows(folder)
         self.eval_dataset = None if eval_folder is None else self._rows(eval_folder)
-        asking = harbor_sandbox.networked(self._pool.tasks.values())
+        configs = {task.name: task.config.environment for task in self._pool.tasks.values()}
+        asking = [name for name, one in configs.items() if one.network_mode != "no-network"]
         if asking and network == "none":
             logger.warning(
                 "%d of %d tasks have a network in Harbor and none here (%s): set network to 'task' "
                 "if they need it",
-                len(asking),
-                len(self._pool.tasks),
-                ", ".join(asking[:3]),
+                *(len(asking), len(configs), ", ".join(asking[:3])),
             )
 
     def _agent_of(self, agent: Any) -> Any:
@@ -282,12 +275,8 @@ class Harbor(Environment):
         ]
 
     async def workflow(self, task: dict[str, Any], model: Any) -> WorkflowOutput:
-        """Let the agent work on one task.
-
-        Raises:
-            SandboxError: Its container did not start.
-            ProgramError: The agent is a program, and failed.
-        """
+        """Let the agent work on one task; raises SandboxError if its container did not start, and
+        ProgramError if the agent is a program that failed."""
         pool = self._pool
         sandbox = await pool.take(pool.task(task["folder"]))
         seconds = sandbox.task.config.agent.timeout_sec
@@ -333,12 +322,8 @@ class Harbor(Environment):
         return (done.stdout or "").strip()
 
     async def judge(self, task: dict[str, Any], response: Any) -> JudgeOutput:
-        """The reward of the task's tests, with the end of their output as feedback.
-
-        Raises:
-            RewardError: They gave none, or the container is gone.
-            RewardTimeout: They took too long.
-        """
+        """The reward of the task's tests, with the end of their output as feedback; raises
+        RewardError if they gave none, or the container is gone, and RewardTimeout."""
         from tuner.environments.harbor_sandbox import TaskSandbox, tests_said, verified
 
         if isinstance(response, HarborOutput) and response.failure is not None:

@@ -86,11 +86,12 @@ class Mixture(Environment):
         _check(sets, weights)
         self._field = field
         self._sets = {name: _environment(name, given) for name, given in sets.items()}
-        train: list[dict[str, Any]] = []
-        held_out: dict[str, Any] = {}
+        train, held_out = list[dict[str, Any]](), dict[str, Any]()
         for name, environment in self._sets.items():
             given = sets[name] if isinstance(sets[name], Mapping) else {}
-            train += self._train(name, given.get("train_dataset", environment.train_dataset))
+            if (rows := given.get("train_dataset", environment.train_dataset)) is None:
+                raise DatasetError(f"set {name!r} has nothing to train on: give it a train_dataset")
+            train += self._marked(name, rows)
             held_out |= self._held_out(name, given.get("eval_dataset", environment.eval_dataset))
         self.train_dataset, self.eval_dataset = train, held_out or None
         judged = [one.judge for one in self._sets.values() if one.judge is not None]
@@ -101,11 +102,6 @@ class Mixture(Environment):
         self.settings = {
             key: value for one in self._sets.values() for key, value in one.settings.items()
         } | _selector(field, weights)
-
-    def _train(self, name: str, dataset: Any) -> list[dict[str, Any]]:
-        if dataset is None:
-            raise DatasetError(f"set {name!r} has nothing to train on: give it a train_dataset")
-        return self._marked(name, dataset)
 
     def _held_out(self, name: str, dataset: Any) -> dict[str, Any]:
         if dataset is None:
@@ -139,13 +135,8 @@ class Mixture(Environment):
     ) -> WorkflowOutput:
         """Run the workflow of the task's set."""
         environment, row = self._of(task)
-        output = await call_workflow(
-            environment.workflow,
-            task=row,
-            model=model,
-            auxiliary_models=auxiliary_models,
-            logger=logger,
-        )
+        others = {"auxiliary_models": auxiliary_models, "logger": logger}
+        output = await call_workflow(environment.workflow, task=row, model=model, **others)
         if self.judge is None or environment.judge is not None:
             return output
         return output.model_copy(update={"response": ScoredResponse(output)})
@@ -156,13 +147,8 @@ class Mixture(Environment):
         """Call the judge of the task's set; without one, the workflow's reward counts."""
         environment, row = self._of(task)
         if environment.judge is not None:
-            return await call_judge(
-                environment.judge,
-                task=row,
-                response=response,
-                auxiliary_models=auxiliary_models,
-                logger=logger,
-            )
+            others = {"auxiliary_models": auxiliary_models, "logger": logger}
+            return await call_judge(environment.judge, task=row, response=response, **others)
         if not isinstance(response, ScoredResponse):
             raise RewardError(f"set {task[self._field]!r} has no judge to call again")
         if response.reward is None:

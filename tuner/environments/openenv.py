@@ -25,9 +25,6 @@ from tuner.runs.environment import Environment, seed_rows
 from tuner.tasks.functions import WorkflowOutput, in_thread, shown
 from tuner.tasks.loading import function_of
 
-# An episode of OpenEnv: the messages and tools of the model, and the effect of its answers.
-
-
 T = TypeVar("T")
 
 # The only tool of an environment whose actions have their own fields.
@@ -59,29 +56,18 @@ class Form:
 
 @dataclass
 class OpenEnvEpisode:
-    """A session at the server, and its state.
-
-    Attributes:
-        client: OpenEnv's, connected.
-        server, seconds: Its name, and the time limit of its answers, for messages.
-        schema: Schema of actions; empty if the form converts answers.
-        result: Result of the last step, or of the reset.
-        rewards: Rewards of the steps that had one.
-        said: Text of the last answer.
-        refused: Number of invalid actions.
-        out_of_room: Whether it ended because no further answer fits in the context.
-    """
+    """A session at the server, and its state."""
 
     client: Any
-    server: str
+    server: str  # and the time limit of its answers, for messages
     seconds: float
     form: Form
-    schema: Mapping[str, Any] = field(default_factory=dict)
-    result: Any = None
-    rewards: list[float] = field(default_factory=list)
-    said: str = ""
-    refused: int = 0
-    out_of_room: bool = False
+    schema: Mapping[str, Any] = field(default_factory=dict)  # of actions, if the form has none
+    result: Any = None  # of the last step, or of the reset
+    rewards: list[float] = field(default_factory=list)  # of the steps that had one
+    said: str = ""  # the text of the last answer
+    refused: int = 0  # invalid actions
+    out_of_room: bool = False  # no further answer fits in the context
     _left: bool = False
 
     @property
@@ -94,11 +80,8 @@ class OpenEnvEpisode:
         self.result = await self._answered("reset", self.client.reset(**arguments))
 
     async def play(self, model: Any, prompt: Any, max_turns: int) -> int:
-        """Let the model act until the end; returns the number of its answers.
-
-        Raises:
-            FunctionError: There is no first message.
-        """
+        """Let the model act until the end; returns the number of its answers. Raises FunctionError
+        if there is no first message."""
         tools = await self._offer()
         told = [*messages(prompt), *messages(self.form.message_of(self.result.observation))]
         if not told:
@@ -319,8 +302,11 @@ class OpenEnv(Environment):
         step_timeout: float = 60.0,
         folder: str | Path | None = None,
     ) -> None:
-        any_client, generic, of_tools = _clients()
-        if isinstance(url, any_client):
+        with importing("OpenEnv needs the package openenv", "openenv"):
+            from openenv.core.env_client import EnvClient
+            from openenv.core.generic_client import GenericEnvClient
+            from openenv.core.mcp_client import MCPClientBase
+        if isinstance(url, EnvClient):
             client, url = client or type(url), url._ws_url.removesuffix("/ws")
         if url is None and command is None and client is None:
             raise ConfigError(
@@ -332,9 +318,11 @@ class OpenEnv(Environment):
         self._server = None if command is None else ServerProcess(command, url=url, folder=folder)
         client = function_of(client, setting="client")
         # The client for tools reads the same answers, but drops a part of them.
-        is_of_tools = isinstance(client, type) and issubclass(client, of_tools)
-        self._client: Any = generic if client is None or is_of_tools else client
-        self._generic = isinstance(self._client, type) and issubclass(self._client, generic)
+        is_of_tools = isinstance(client, type) and issubclass(client, MCPClientBase)
+        self._client: Any = GenericEnvClient if client is None or is_of_tools else client
+        self._generic = isinstance(self._client, type) and issubclass(
+            self._client, GenericEnvClient
+        )
         self._form = Form(
             function_of(message_of, setting="message_of") or observation_text,
             function_of(action_of, setting="action_of"),
@@ -347,9 +335,7 @@ class OpenEnv(Environment):
                 f"OpenEnv's client is {name}, which has its own classes of actions: give "
                 "action_of, which makes one from text or a ToolCall, or remove client"
             )
-        self._max_turns = max_turns
-        self._reward = reward
-        self._unrewarded = unrewarded
+        self._max_turns, self._reward, self._unrewarded = max_turns, reward, unrewarded
         self._connect_timeout, self._step_timeout = connect_timeout, step_timeout
         self._schema: dict[str, Any] | None = None
         self._running = 0
@@ -359,14 +345,8 @@ class OpenEnv(Environment):
             self.eval_dataset = eval_dataset or held_out
 
     async def workflow(self, task: dict[str, Any], model: Any) -> WorkflowOutput:
-        """Run one episode.
-
-        Raises:
-            ConnectionError: The server cannot be reached, or closed the connection.
-            TimeoutError: It did not answer in time.
-            RuntimeError: The environment failed; the message is the server's.
-            FunctionError: There is no message for the model.
-        """
+        """Run one episode; errors of the connection are ConnectionError and TimeoutError, those of
+        the environment RuntimeError, with the server's message."""
         url = self._url if self._server is None else await in_thread(self._server.address)
         episode = await self._begun(url, {"episode_id": model.session.id, **task})
         self._running += 1
@@ -453,12 +433,3 @@ class OpenEnv(Environment):
             "out_of_room": float(episode.out_of_room),
         }
         return WorkflowOutput(reward=reward, response=episode.said, metrics=metrics)
-
-
-def _clients() -> tuple[type[Any], type[Any], type[Any]]:
-    """OpenEnv's class of all clients, the one with dicts, and the one with tools."""
-    with importing("OpenEnv needs the package openenv", "openenv"):
-        from openenv.core.env_client import EnvClient
-        from openenv.core.generic_client import GenericEnvClient
-        from openenv.core.mcp_client import MCPClientBase
-    return EnvClient, GenericEnvClient, MCPClientBase

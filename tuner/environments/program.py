@@ -29,16 +29,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from tuner.encoding import DISPLAY_ERRORS, displayable
-from tuner.environments.containers import ContainerEngine, ContainerLimits, Containers, owned_folder
+from tuner.environments.containers import ContainerEngine, ContainerLimits, owned_folder
 from tuner.errors import ConfigError, ProgramError
 from tuner.rewards.sandbox import Limits, ProgramResult, finished, remove, run
 from tuner.runs.directory import outside_event_loop
 from tuner.runs.environment import Environment
 from tuner.tasks.functions import WorkflowOutput, shown
 from tuner.tasks.loading import load_function
-
-# Working folders of programs: each rollout's is copied from a template, and removed after it.
-
 
 T = TypeVar("T")
 _SHOWN_BYTES = 1_000_000
@@ -348,26 +345,16 @@ class Program(Environment):
         self._workspaces = Workspaces()
         self._image, self._network = image, network
         limited = {"memory_mb": self.limits.memory_mb, "processes": self.limits.processes + _IDLE}
-        self._containers = Containers(ContainerLimits(**limited))
+        self._engine = ContainerEngine(ContainerLimits(**limited))
         if image is not None:  # fails here if it cannot be run
-            outside_event_loop(lambda: asyncio.run(self._try_image()))
+            outside_event_loop(lambda: asyncio.run(self._try_image(image)))
 
-    async def _try_image(self) -> None:
-        await self._engine()
-        await self._containers.close()
-
-    async def _engine(self) -> ContainerEngine:
-        image = str(self._image)
-        return await self._containers.having(
-            image, lambda engine: engine.pull(image, seconds=_PULL_SECONDS)
-        )
+    async def _try_image(self, image: str) -> None:
+        await self._engine.need(image, lambda: self._engine.pull(image, seconds=_PULL_SECONDS))
+        await self._engine.close()
 
     async def workflow(self, task: dict[str, Any], model: Any) -> WorkflowOutput:
-        """Run the program on one task.
-
-        Raises:
-            ProgramError: It could not be started, was ended at a limit, or failed.
-        """
+        """Run the program on a task; raises ProgramError if it failed, or was ended at a limit."""
         values = values_of(task, task[self._prompt_key], model)
         template, commit = (
             None if text is None else filled(text, values)
@@ -398,7 +385,7 @@ class Program(Environment):
 
     async def close(self) -> None:
         """Remove the remaining folders and containers."""
-        await self._containers.close()
+        await self._engine.close()
         await asyncio.to_thread(self._workspaces.close)
 
     async def _run(self, folder: Path, values: Mapping[str, str]) -> ProgramResult:
@@ -432,7 +419,8 @@ class Program(Environment):
         gateway: str,
     ) -> ProgramResult:
         """See `sandbox.run`; in a new container, which is removed."""
-        engine, size = await self._engine(), self.limits.disk_mb
+        engine, image, size = self._engine, str(self._image), self.limits.disk_mb
+        await engine.need(image, lambda: engine.pull(image, seconds=_PULL_SECONDS))
         options = [f"--network={self._network}", "--read-only", f"--tmpfs=/tmp:rw,size={size}m"]
         options += [
             "--cap-drop=ALL",
@@ -447,7 +435,7 @@ class Program(Environment):
             given.write((stdin or "").encode(errors=DISPLAY_ERRORS))
             given.flush()
             options.append(f"--volume={given.name}:{given.name}:ro")
-            name = await engine.create(str(self._image), self._containers.limits, options=options)
+            name = await engine.create(image, engine.default, options=options)
             inside = self._network == "none"
             try:
                 async with engine.reaching(name, gateway) if inside else nullcontext():

@@ -53,7 +53,7 @@ class ServerProcess:
             )
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._said: IO[bytes] | None = None
+        self._said: IO[bytes]
         self._address = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -61,11 +61,8 @@ class ServerProcess:
         return made, (self._command,)  # another process starts one of its own
 
     def address(self) -> str:
-        """The server's address; blocks until the server answers.
-
-        Raises:
-            ConnectionError: It ended, or did not answer in time; the message has its last output.
-        """
+        """The server's address; blocks until the server answers. Raises ConnectionError, with its
+        last output, if it ended or did not answer in time."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._stop()
@@ -78,7 +75,8 @@ class ServerProcess:
             self._stop()
 
     def _start(self) -> None:
-        port = str(_free_port())
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
         self._address = self._url or f"http://127.0.0.1:{port}"
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # closed when it stops
         programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
@@ -118,7 +116,6 @@ class ServerProcess:
         )
 
     def _last_words(self) -> str:
-        assert self._said is not None
         self._said.seek(max(0, self._said.seek(0, os.SEEK_END) - _SHOWN))
         return self._said.read().decode(errors="replace").strip()
 
@@ -133,13 +130,5 @@ class ServerProcess:
         self._process.wait()
         assert self._process.stdin is not None
         self._process.stdin.close()
-        if self._said is not None:
-            self._said.close()
+        self._said.close()
         self._process = None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -50,9 +50,6 @@ if TYPE_CHECKING:
     from tuner.runs.result import TuneResult
 
 
-# A completion made like TRL's: from text or messages, with tools and environments.
-
-
 _NO_TOOLS = ("reset", "get_reward")
 
 
@@ -105,39 +102,38 @@ class Instances:
         """Another process creates its own environments: these may not be picklable."""
         return {**self.__dict__, "idle": defaultdict(list)}
 
-    async def take(self, task: Mapping[str, Any]) -> tuple[str | None, Any]:
-        """An environment for a row, and its name; None if there are none. Raises DatasetError if
-        the row names an unknown one."""
-        if not self._factories:
-            return None, None
+    async def take(self, task: Mapping[str, Any]) -> Tools:
+        """The tools of a rollout, and its environment, if there are any. Raises DatasetError if the
+        row names an unknown one."""
         name = task.get("environment") if self.several else None
-        if name not in self._factories:
+        functions, instance = self._standalone, None
+        if self._factories and name not in self._factories:
             raise DatasetError(
                 f"the row's environment is {name!r}, but environment_factory makes "
                 f"{', '.join(map(str, self._factories))}"
             )
-        idle = self.idle[name]
-        return name, idle.pop() if idle else await in_thread(self._factories[name])
+        if self._factories:
+            idle = self.idle[name]
+            instance = idle.pop() if idle else await in_thread(self._factories[name])
+            functions = [*functions, *_methods(instance)]
+        by_name = {one.__name__: one for one in functions}
+        return Tools(by_name, self._schemas[name], instance, name)
 
     def give_back(self, name: str | None, instance: Any) -> None:
         """Return an environment for another rollout, which resets it."""
         if instance is not None:
             self.idle[name].append(instance)
 
-    def tools_of(self, name: str | None, instance: Any) -> Tools:
-        """Tools of a rollout."""
-        methods = [] if instance is None else _methods(instance)
-        functions = {one.__name__: one for one in [*self._standalone, *methods]}
-        return Tools(functions, self._schemas[name])
-
 
 @dataclass
 class Tools:
-    """Functions that the model may call, by name, their schemas in OpenAI's form, and the numbers
-    of calls and of those that raised."""
+    """Functions that the model may call, by name, their schemas in OpenAI's form, the environment
+    that they belong to, and the numbers of calls and of those that raised."""
 
     functions: Mapping[str, Callable[..., Any]]
     schemas: list[dict[str, Any]]
+    environment: Any = None
+    environment_name: str | None = None
     called: int = 0
     failed: int = 0
 
@@ -161,37 +157,27 @@ class TrlPrompt:
     prompt: Any
     tools: Tools
     config: GRPOConfig
-    environment: Any = None
-    environment_name: str | None = None
 
     @classmethod
-    async def of(
-        cls,
-        task: Mapping[str, Any],
-        name: str | None,
-        environment: Any,
-        instances: Instances,
-        config: GRPOConfig,
-    ) -> TrlPrompt:
+    async def of(cls, task: Mapping[str, Any], tools: Tools, config: GRPOConfig) -> TrlPrompt:
         """A row's prompt, with the text of the environment's reset. Raises DatasetError if it has
         no prompt, or images."""
         if images := [key for key in ("image", "images") if task.get(key) is not None]:
             raise DatasetError(f"the row has {images[0]}: only text can be trained")
-        empty = [{"role": "user", "content": ""}]
-        prompt = copy.deepcopy(task.get("prompt", None if environment is None else empty))
-        tools = instances.tools_of(name, environment)
+        empty = None if tools.environment is None else [{"role": "user", "content": ""}]
+        prompt = copy.deepcopy(task.get("prompt", empty))
         if not isinstance(prompt, (str, list)) or (tools.functions and isinstance(prompt, str)):
             raise DatasetError(
                 f"the row's prompt is {shown(prompt)}; expected messages"
                 + ("" if tools.functions else ", or a text")
             )
-        if environment is not None:
-            hidden = ("environment",) if instances.several else ()
+        if tools.environment is not None:
+            hidden = () if tools.environment_name is None else ("environment",)
             given = {key: value for key, value in task.items() if key not in hidden}
-            if (said := await called(environment.reset, **given)) is not None:
+            if (said := await called(tools.environment.reset, **given)) is not None:
                 last: Any = prompt[-1]
                 prompt = [*prompt[:-1], {**last, "content": last["content"] + said}]
-        return cls(prompt, tools, config, environment, name)
+        return cls(prompt, tools, config)
 
     async def completed(self, model: Any) -> TrlCompletion:
         """Complete the prompt; `args` sets the sampling."""
@@ -213,8 +199,8 @@ class TrlPrompt:
             completion=added,
             ids=_ids(calls),
             step=_step(model.session.id),
-            environment=self.environment,
-            environment_name=self.environment_name,
+            environment=self.tools.environment,
+            environment_name=self.tools.environment_name,
             metrics={name: float(n) for name, n in counts.items()} if self.tools.schemas else {},
         )
 
@@ -311,9 +297,6 @@ def _step(session: str) -> int:
     """Weight updates before a rollout, from its session's name, such as `train-3-0-1-1`."""
     split, step, *numbers = session.rsplit("-", 4)
     return int(step) - (split == "train") if len(numbers) == 3 else 0
-
-
-# TRL's reward functions on a group's completions: called and added like in TRL.
 
 
 # Reward functions that are not async expect a trainer that calls one at a time.
@@ -540,8 +523,7 @@ class TRL(Environment):
 
     async def workflow(self, task: dict[str, Any], model: Any) -> WorkflowOutput:
         """Complete a prompt, with tool calls."""
-        name, instance = await self._instances.take(task)
-        prompted = await TrlPrompt.of(task, name, instance, self._instances, self._config)
+        prompted = await TrlPrompt.of(task, await self._instances.take(task), self._config)
         completed = await prompted.completed(model)
         return WorkflowOutput(response=completed, metrics=completed.metrics)
 
@@ -623,23 +605,15 @@ class GRPOTrainer:
         self.result: TuneResult | None = None
 
     def train(self, **given: Any) -> TuneResult:
-        """Train the model.
-
-        Args:
-            given: Further arguments of `tune()`, such as `overrides` and `config_path`, which win
-                over args.
-        """
+        """Train the model; arguments of `tune()`, such as `overrides`, win over args."""
         from tuner.tune import tune
 
         self.result = tune(environment=self.environment, **given)
         return self.result
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Copy the trained model to a folder; None: `args.output_dir`.
-
-        Raises:
-            ConfigError: Nothing has been trained.
-        """
+        """Copy the trained model to a folder; None: `args.output_dir`. Raises ConfigError if
+        nothing has been trained."""
         if self.result is None or self.result.checkpoint is None:
             raise ConfigError("there is no trained model yet: call train() first")
         target = output_dir or self.environment.settings["checkpoint_root_dir"]

@@ -9,7 +9,7 @@ import os
 import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 from tuner.config import RunConfig
 from tuner.errors import ConfigError, RewardError, RewardTimeout, TunerError, importing
@@ -24,11 +24,7 @@ class EpisodeError(TunerError, RuntimeError):
 
 
 class VerifiersReply(str):
-    """The agent's last message, and verifiers' record of the episode.
-
-    Attributes:
-        trace: A `verifiers.v1.Trace`.
-    """
+    """The agent's last message, and verifiers' record of the episode, a `verifiers.v1.Trace`."""
 
     trace: Any
 
@@ -129,13 +125,8 @@ class Verifiers(Environment):
         return made(made.data_type().model_validate(dict(row)), taskset.config.task)
 
     async def workflow(self, task: dict[str, Any], model: Any) -> WorkflowOutput:
-        """Run one episode.
-
-        Raises:
-            EpisodeError: It failed; names verifiers' error.
-            RewardError: A reward or metric failed.
-            RewardTimeout: Scoring exceeded its time limit.
-        """
+        """Run one episode; raises EpisodeError, which names verifiers' error, and RewardError or
+        RewardTimeout if scoring failed."""
         from verifiers.v1 import EvalClientConfig, ModelContext
 
         await self._serve()
@@ -152,11 +143,7 @@ class Verifiers(Environment):
         return WorkflowOutput(response=VerifiersReply.of(trace), metrics=metrics)
 
     async def judge(self, task: dict[str, Any], response: Any) -> JudgeOutput:
-        """The reward, and each of the rewards in words.
-
-        Raises:
-            RewardError: The response does not come from the workflow.
-        """
+        """The reward, and each of the rewards in words; raises RewardError for another response."""
         if not isinstance(response, VerifiersReply):
             raise RewardError(
                 f"the response is {shown(response)}: verifiers scores an episode only while it runs"
@@ -266,8 +253,7 @@ def _remove_port_files() -> None:
 
     async def read_and_removed(runtime: Any, path: str) -> int:
         try:
-            port: int = await read(runtime, path)
-            return port
+            return cast(int, await read(runtime, path))
         finally:
             if runtime.type == "subprocess":
                 with suppress(FileNotFoundError):
@@ -304,8 +290,7 @@ def _only_seat(config: Any) -> str:
 
 
 def _row(task: Any) -> dict[str, Any]:
-    row: dict[str, Any] = task.data.model_dump(mode="json", exclude_defaults=True)
-    return row
+    return cast("dict[str, Any]", task.data.model_dump(mode="json", exclude_defaults=True))
 
 
 @contextmanager

@@ -33,11 +33,12 @@ NO_CONTAINER = 75
 
 @pytest.fixture(scope="session", autouse=True)
 def image() -> None:
-    from tuner.environments.containers import ContainerEngine
+    from tuner.environments.containers import ContainerEngine, ContainerLimits
 
     async def start() -> None:
-        get = lambda engine: engine.pull(IMAGE, seconds=1)  # noqa: E731
-        (await ContainerEngine.of(IMAGE, get, kind="podman")).close()
+        engine = ContainerEngine(ContainerLimits(), "podman")
+        await engine.need(IMAGE, lambda: engine.pull(IMAGE, seconds=1))
+        await engine.close()
 
     try:
         subprocess.run(["sh", ROOT / "examples/terminal/make_image.sh"], check=True)
