@@ -31,8 +31,7 @@ from tuner.rewards.sandbox import finished, gateway_address, relay
 from tuner.rewards.sandbox import remove as remove_folder
 
 logger = logging.getLogger("tuner.environments")
-PREFIX = "tuner-box"
-"""Beginning of the names of containers, and of temporary folders beside them."""
+PREFIX = "tuner-box"  # of the names of containers, and of temporary folders beside them
 _PATIENCE = 120.0  # seconds for a command of the client
 _GRACE = 15.0  # more for one that has a time limit inside
 _STARTS_AT_ONCE = 4
@@ -128,12 +127,8 @@ class CommandResult:
 
 
 class ContainerEngine:
-    """Containers by a client that works here, which is found when the first image is needed.
-
-    Args:
-        default: Limits of containers whose creator names no others.
-        kind: "podman", "docker" or "local": whichever works.
-    """
+    """Containers by a client that works here, which is found when the first image is needed; `kind`
+    is "podman", "docker" or "local": whichever works."""
 
     def __init__(self, default: ContainerLimits, kind: str = "local") -> None:
         self.default, self._given = default, kind
@@ -302,8 +297,8 @@ class ContainerEngine:
 
     async def out_of_memory(self, name: str) -> bool:
         """Whether a process of a container was ended for its memory limit."""
-        files = ("memory.events", "memory/memory.oom_control")  # of cgroups 2 and 1
-        paths = [f"/sys/fs/cgroup/{file}" for file in files]
+        # Of cgroups 2 and 1.
+        paths = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
         return (await self.exec(name, "grep", "-qs", "^oom_kill [1-9]", *paths)).status == 0
 
     async def copy_in(self, name: str, source: str, target: str) -> None:
@@ -330,11 +325,8 @@ class ContainerEngine:
     @asynccontextmanager
     async def reaching(self, name: str, gateway: str) -> AsyncIterator[None]:
         """Let programs in a container reach one address of this machine, by its URL here, while the
-        block runs.
-
-        The socket is opened in the container's network by a program of this machine, so the image
-        needs none for it. This takes the rights of the client's service. Raises SandboxError.
-        """
+        block runs. A program of this machine opens the socket in the container's network, which
+        takes the rights of the client's service. Raises SandboxError."""
         host, port = gateway_address(gateway)
         found = await self.call("inspect", "--format", "{{.State.Pid}}", name)
         try:
@@ -399,18 +391,14 @@ class ContainerEngine:
 
     def _watch(self) -> None:
         self._folder = owned_folder()
+        given = {"OWNER": self._owner, "PROCESS": _process(), "EXTERNAL": _EXTERNAL[self.kind]}
+        given["TMPDIR"] = tempfile.gettempdir()
         self._watcher = subprocess.Popen(
             ["sh", "-c", _WATCHER, "sh", self.program, *self.options],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env={
-                **os.environ,
-                "OWNER": self._owner,
-                "PROCESS": _process(),
-                "EXTERNAL": _EXTERNAL[self.kind],
-                "TMPDIR": tempfile.gettempdir(),
-            },
+            env=os.environ | given,
             start_new_session=True,
         )
 

@@ -9,16 +9,11 @@ import openai
 
 
 class Conversation:
-    """Messages to the model, and its answers.
+    """Messages to a workflow's model, and its answers, of which `turns` is the number.
 
     Args:
-        model: That of a workflow.
         system_prompt: The first message, or messages.
         request: Other arguments of each request.
-
-    Attributes:
-        messages: All so far.
-        turns: Number of answers.
     """
 
     def __init__(self, model: Any, system_prompt: Any = None, **request: Any) -> None:

@@ -7,7 +7,6 @@ import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any, cast
 
 from tuner.areal.queue_workflow import GymnasiumEnvironment, registered
@@ -23,10 +22,6 @@ _NUMBER = re.compile(r"-?\d+")
 _CLOSING_SECONDS = 5.0
 
 Agent = Callable[..., Awaitable[WorkflowOutput]]
-
-
-class NoAction(ValueError):
-    """The model's answer is not an action of the environment."""
 
 
 class Gymnasium(Environment):
@@ -103,7 +98,9 @@ class Gymnasium(Environment):
                 f"gymnasium environment {id!r:.80} cannot be made: {type(error).__name__}: {error}"
             ) from error
         self._space = self._idle[0].env.action_space
-        unread = agent is None and self._read_action is None and not _any_text(self._space)
+        # The environment checks texts: a space's characters and length are seldom meant for models.
+        self._any_text = type(self._space).__name__ == "Text"
+        unread = agent is None and self._read_action is None and not self._any_text
         if unread and type(self._space).__name__ != "Discrete":
             raise ConfigError(
                 f"the environment's actions are {self._space!r:.80}, which are not text: pass "
@@ -169,9 +166,18 @@ class Gymnasium(Environment):
 
     def _action(self, text: str) -> Any:
         """Raises ValueError if the text is not an action."""
-        action = (self._read_action or partial(_read, self._space))(text)
-        if not _any_text(self._space) and not self._space.contains(action):
-            raise NoAction(f"{action!r:.60} is not in {self._space}")
+        action: Any = text
+        if self._read_action is not None:
+            action = self._read_action(text)
+        elif not self._any_text:
+            if not (found := _NUMBER.findall(text)):
+                raise ValueError("there is no number in it")
+            try:
+                action = type(self._space.start)(found[-1])
+            except OverflowError:
+                raise ValueError(f"{found[-1]:.60} is not in {self._space}") from None
+        if not self._any_text and not self._space.contains(action):
+            raise ValueError(f"{action!r:.60} is not in {self._space}")
         return action
 
     async def close(self) -> None:
@@ -182,23 +188,6 @@ class Gymnasium(Environment):
             _, left = await asyncio.wait(closing, timeout=_CLOSING_SECONDS)
             if left:
                 logger.warning("%d gymnasium environments cannot be closed", len(left))
-
-
-def _any_text(space: Any) -> bool:
-    """Whether a space is one of texts. The environment checks the text itself: a space's characters
-    and length are seldom meant for models."""
-    return type(space).__name__ == "Text"
-
-
-def _read(space: Any, text: str) -> Any:
-    if _any_text(space):
-        return text
-    if not (found := _NUMBER.findall(text)):
-        raise NoAction("there is no number in it")
-    try:
-        return type(space.start)(found[-1])
-    except OverflowError:
-        raise NoAction(f"{found[-1]:.60} is not in {space}") from None
 
 
 async def _closed(environment: GymnasiumEnvironment) -> None:

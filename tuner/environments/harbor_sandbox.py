@@ -100,13 +100,10 @@ class ContainerSandbox(BaseEnvironment):  # type: ignore[misc]  # harbor has no 
                 await self.engine.build(self.environment_dir, image, seconds=seconds)
 
         await self.engine.need(image, get)
-        own = {
-            "cpus": self._effective_cpus,
-            "memory_mb": self._effective_memory_mb,
-            "disk_mb": self._effective_storage_mb,
-        }
-        given = {name: value for name, value in own.items() if value is not None}
-        limits = replace(self.engine.default, **given)
+        own = (self._effective_cpus, self._effective_memory_mb, self._effective_storage_mb)
+        given = zip(("cpus", "memory_mb", "disk_mb"), own, strict=True)
+        limited = {name: value for name, value in given if value is not None}
+        limits = replace(self.engine.default, **limited)
         options = ["--network=none"] if self._network_disabled else []
         self.container = await self.engine.create(
             image, limits, environment=self._startup_env(), options=options
@@ -139,10 +136,9 @@ class ContainerSandbox(BaseEnvironment):  # type: ignore[misc]  # harbor has no 
             workdir=cwd or self.task_env_config.workdir,
             user=self._resolve_user(user),
         )
-        stderr = done.stderr.decode(errors="replace")
+        stdout, stderr = (text.decode(errors="replace") for text in (done.stdout, done.stderr))
         if done.timed_out:
             stderr += f"\nended at its time limit of {timeout_sec:g} s"
-        stdout = done.stdout.decode(errors="replace")
         return ExecResult(stdout=stdout, stderr=stderr, return_code=done.status)
 
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
@@ -192,14 +188,8 @@ class TaskSandbox:
 
 
 class SandboxPool:
-    """Reads tasks, starts sandboxes, some of them early for the next rollout of a task, and removes
-    them.
-
-    Args:
-        engine: Starts those of ours.
-        sandbox, network, options: Like those of `Harbor`.
-        ahead: Number of sandboxes that are started before they are needed, when none is waited for.
-    """
+    """Reads tasks, starts sandboxes, and removes them. `ahead` is the number of those that are
+    started early, for the next rollout of a task, when none is waited for."""
 
     def __init__(
         self,
@@ -271,10 +261,9 @@ class SandboxPool:
 
     async def take(self, task: Task) -> TaskSandbox:
         """A started sandbox of the task."""
-        for kept in self._kept:
-            if kept.task is task:
-                self._kept.remove(kept)
-                return kept
+        if kept := next((one for one in self._kept if one.task is task), None):
+            self._kept.remove(kept)
+            return kept
         self._waiting += 1
         try:
             sandbox = await self._started_early(task) or await self._started(task)

@@ -115,14 +115,10 @@ class TerminalAgent:
             function_tool(
                 name,
                 description,
-                {
-                    "type": "object",
-                    "properties": properties,
-                    "required": [*properties],
-                    "additionalProperties": False,
-                },
+                {"type": "object", "properties": fields}
+                | {"required": [*fields], "additionalProperties": False},
             )
-            for name, (description, properties) in given.items()
+            for name, (description, fields) in given.items()
         ]
         self._request = {"tools": tools, **(request or {})}
 
@@ -261,14 +257,13 @@ class Harbor(Environment):
 
     def _rows(self, folder: str | Path) -> list[dict[str, Any]]:
         root = Path(folder).resolve()
-        found = [root] if (root / "task.toml").is_file() else sorted(
-            path.parent for path in root.glob("*/task.toml")
-        )  # fmt: skip
+        file = root / "task.toml"
+        found = [file] if file.is_file() else sorted(root.glob("*/task.toml"))
         if not found:
             raise ConfigError(
                 f"folder is {str(folder)!r}: neither it nor a folder in it has a task.toml"
             )
-        tasks = {str(path): self._pool.task(str(path)) for path in found}
+        tasks = {path: self._pool.task(path) for path in (str(one.parent) for one in found)}
         return [
             {"task": task.name, "folder": path, "instruction": task.instruction}
             for path, task in tasks.items()

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import isawaitable
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from tuner.config import RunConfig
 from tuner.environments.conversation import Conversation, function_tool, messages
@@ -24,8 +24,6 @@ from tuner.errors import ConfigError, FunctionError, importing
 from tuner.runs.environment import Environment, seed_rows
 from tuner.tasks.functions import WorkflowOutput, in_thread, shown
 from tuner.tasks.loading import function_of
-
-T = TypeVar("T")
 
 # The only tool of an environment whose actions have their own fields.
 ACT = "act"
@@ -171,7 +169,7 @@ class OpenEnvEpisode:
     async def _step(self, action: Any) -> Any:
         return await self._answered("step", self.client.step(action))
 
-    async def _answered(self, asked: str, answer: Awaitable[T]) -> T:
+    async def _answered(self, asked: str, answer: Awaitable[Any]) -> Any:
         from websockets.exceptions import ConnectionClosed
 
         try:
@@ -198,11 +196,9 @@ class OpenEnvEpisode:
 def observation_text(observation: Any) -> str:
     """Text of an observation: its only non-empty field if that is text, else the fields as
     JSON; empty for an empty observation."""
-    fields = {
-        name: value
-        for name, value in _fields(observation).items()
-        if value is not None and name not in ("done", "reward", "metadata")
-    }
+    given = _fields(observation).items()
+    others = ("done", "reward", "metadata")
+    fields = {name: one for name, one in given if one is not None and name not in others}
     values = list(fields.values())
     if len(values) == 1 and isinstance(values[0], str):
         return values[0]

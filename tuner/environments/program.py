@@ -38,8 +38,7 @@ from tuner.tasks.functions import WorkflowOutput, shown
 from tuner.tasks.loading import load_function
 
 T = TypeVar("T")
-_SHOWN_BYTES = 1_000_000
-"""A larger file is not compared line by line."""
+_SHOWN_BYTES = 1_000_000  # a larger file is not compared line by line
 
 
 class Workspaces:
@@ -356,10 +355,8 @@ class Program(Environment):
     async def workflow(self, task: dict[str, Any], model: Any) -> WorkflowOutput:
         """Run the program on a task; raises ProgramError if it failed, or was ended at a limit."""
         values = values_of(task, task[self._prompt_key], model)
-        template, commit = (
-            None if text is None else filled(text, values)
-            for text in (self._template, self._commit)
-        )
+        given = (self._template, self._commit)
+        template, commit = (text if text is None else filled(text, values) for text in given)
         folder, before = await asyncio.to_thread(self._workspaces.new, template, commit)
         try:
             ended = await self._run(folder, values)
@@ -397,54 +394,41 @@ class Program(Environment):
         environment = model_variables(values) | {
             name: filled(value, values) for name, value in self._environment.items()
         }
+        given = {"folder": folder, "stdin": stdin, "gateway": values["base_url"]}
         if self._image is not None:
-            return await self._contained(command, folder, stdin, environment, values["base_url"])
-        return await run(
-            command,
-            folder=folder,
-            stdin=stdin,
-            environment=environment,
-            limits=self.limits,
-            gateway=values["base_url"],
-            isolation=self._isolation,
-            readable=self._readable,
-        )
+            return await self._contained(command, environment=environment, **given)
+        own = {"isolation": self._isolation, "readable": self._readable}
+        return await run(command, environment=environment, limits=self.limits, **given, **own)
 
     async def _contained(
         self,
-        command: Sequence[str],
+        command: list[str],
+        environment: dict[str, str],
         folder: Path,
-        stdin: str | None,
-        environment: Mapping[str, str],
+        stdin: Any,
         gateway: str,
     ) -> ProgramResult:
-        """See `sandbox.run`; in a new container, which is removed."""
+        """Run it in a new container, which is removed."""
         engine, image, size = self._engine, str(self._image), self.limits.disk_mb
         await engine.need(image, lambda: engine.pull(image, seconds=_PULL_SECONDS))
         options = [f"--network={self._network}", "--read-only", f"--tmpfs=/tmp:rw,size={size}m"]
-        options += [
-            "--cap-drop=ALL",
-            "--security-opt=no-new-privileges",
-            f"--ulimit=fsize={size * 2**20}",
-        ]
-        options += [f"--volume={folder}:{folder}", f"--user={os.getuid()}:{os.getgid()}"]
+        options += ["--cap-drop=ALL", "--security-opt=no-new-privileges"]
+        options += [f"--ulimit=fsize={size * 2**20}", f"--user={os.getuid()}:{os.getgid()}"]
         if engine.kind == "podman" and os.getuid():
             options.append("--userns=keep-id")
         # A file, since a client that passes on its own input loses output when that ends.
         with tempfile.NamedTemporaryFile(dir=folder.parent) as given:
             given.write((stdin or "").encode(errors=DISPLAY_ERRORS))
             given.flush()
-            options.append(f"--volume={given.name}:{given.name}:ro")
+            options += [f"--volume={folder}:{folder}", f"--volume={given.name}:{given.name}:ro"]
             name = await engine.create(image, engine.default, options=options)
+            words = ["sh", "-c", 'exec "$@" <"$0"', given.name, *command]
+            words, variables = engine.exec_words(
+                name, words, environment={"HOME": "/tmp", **environment}, workdir=str(folder)
+            )
             inside = self._network == "none"
             try:
                 async with engine.reaching(name, gateway) if inside else nullcontext():
-                    words, variables = engine.exec_words(
-                        name,
-                        ["sh", "-c", 'exec "$@" <"$0"', given.name, *command],
-                        environment={"HOME": "/tmp", **environment},
-                        workdir=str(folder),
-                    )
                     ended = await run(
                         [engine.program, *engine.options, *words],
                         folder=folder,

@@ -188,10 +188,9 @@ class Game:
         self.whole = isinstance(seen, str)
         if not self.whole:
             names = self.env.state.role_mapping
-            others = [one for one in seen if one[0] != self.player]
-            seen = "\n".join(
-                f"[{names.get(who, f'Player {who}')}] {text}" for who, text, _ in others
-            )
+            others = [(who, text) for who, text, _ in seen if who != self.player]
+            lines = [f"[{names.get(who, f'Player {who}')}] {text}" for who, text in others]
+            seen = "\n".join(lines)
         self.observation = seen
 
     @contextmanager

@@ -248,11 +248,8 @@ class TrlPrompt:
 def _methods(instance: Any) -> list[Callable[..., Any]]:
     """The environment's methods that are tools."""
     members = inspect.getmembers(type(instance), predicate=inspect.isfunction)
-    return [
-        getattr(instance, name)
-        for name, _ in members
-        if name not in _NO_TOOLS and not name.startswith("_")
-    ]
+    names = [name for name, _ in members if name not in _NO_TOOLS and not name.startswith("_")]
+    return [getattr(instance, name) for name in names]
 
 
 def _schemas(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
@@ -308,11 +305,8 @@ _IMPORTING = threading.Lock()
 
 class RewardFunctions:
     """Reward functions in TRL's form and their weights (None: 1), and classes of environments that
-    have a reward of their own. Raises ConfigError.
-
-    Functions that are not async run in a thread, never two at a time, because TRL calls them one at
-    a time.
-    """
+    have a reward. Functions that are not async run in a thread, one at a time, as TRL calls them.
+    Raises ConfigError."""
 
     def __init__(
         self,
@@ -345,33 +339,19 @@ class RewardFunctions:
     ) -> list[JudgeOutput]:
         """The weighted sum of the rewards of each completion of a row; NaN if it has none. Raises
         FunctionError if a function did not return a reward or None for each."""
-        extra: dict[str, list[Any]] = {}
-        logged: dict[str, list[float]] = {}
-        arguments: dict[str, Any] = {
-            name: [value] * len(group)
-            for name, value in task.items()
-            if name not in ("prompt", "completion", "completion_ids")
-        }
-        arguments |= {
+        extra, logged = defaultdict[str, list[Any]](list), defaultdict[str, list[float]](list)
+        own = ("prompt", "completion", "completion_ids")
+        columns = {name: [value] * len(group) for name, value in task.items() if name not in own}
+        arguments: dict[str, Any] = columns | {
             "prompts": [one.prompt for one in group],
             "completions": [one.completion for one in group],
             "completion_ids": [one.ids for one in group],
             "trainer_state": await in_thread(lambda: _state(group[0].step, max_steps)),
-            "log_extra": lambda column, values: extra.setdefault(column, []).extend(values),
-            "log_metric": lambda name, value: logged.setdefault(name, []).append(value),
+            "log_extra": lambda column, values: extra[column].extend(values),
+            "log_metric": lambda name, value: logged[name].append(value),
         }
         if group[0].environment is not None:
             arguments["environments"] = [one.environment for one in group]
-        columns = await self._columns(arguments, len(group))
-        metrics = {name: sum(values) / len(values) for name, values in logged.items()}
-        outputs = []
-        for i, rewards in enumerate(zip(*columns, strict=True)):
-            own = {name: values[i] for name, values in extra.items() if i < len(values)}
-            outputs.append(self._output(rewards, metrics, own))
-        return outputs
-
-    async def _columns(self, arguments: dict[str, Any], count: int) -> list[list[float | None]]:
-        """Rewards of each function; async functions run concurrently."""
         found: dict[int, Any] = {}
         waiting = {}
         for index, function in enumerate(self._functions):
@@ -379,18 +359,20 @@ class RewardFunctions:
                 waiting[index] = function(**arguments)
             else:
                 found[index] = await in_thread(functools.partial(_alone, function, **arguments))
-        answers = await asyncio.gather(*waiting.values())
-        found |= dict(zip(waiting, answers, strict=True))
-        return [_checked(found[i], self._names[i], count) for i in range(len(self._functions))]
+        found |= zip(waiting, await asyncio.gather(*waiting.values()), strict=True)
+        given = [_checked(found[i], name, len(group)) for i, name in enumerate(self._names)]
+        metrics = {name: sum(values) / len(values) for name, values in logged.items()}
+        outputs = []
+        for i, rewards in enumerate(zip(*given, strict=True)):
+            notes = {name: values[i] for name, values in extra.items() if i < len(values)}
+            outputs.append(self._output(rewards, metrics, notes))
+        return outputs
 
     def _output(
         self, rewards: Sequence[float | None], metrics: dict[str, float], extra: dict[str, Any]
     ) -> JudgeOutput:
-        scored = {
-            name: reward
-            for name, reward in zip(self._names, rewards, strict=True)
-            if reward is not None and not math.isnan(reward)
-        }
+        given = zip(self._names, rewards, strict=True)
+        scored = {name: one for name, one in given if one is not None and not math.isnan(one)}
         weights = dict(zip(self._names, self._weights, strict=True))
         total = sum(weights[name] * reward for name, reward in scored.items())
         numbers = {k: float(v) for k, v in extra.items() if isinstance(v, Real)}
@@ -449,15 +431,11 @@ def _checked(said: Any, name: str, count: int) -> list[float | None]:
 async def _reward_of_environment(
     made: type[Any], environments: Sequence[Any], **_: Any
 ) -> list[float | None]:
-    name = _name_of(made)  # a worker may have the class twice: sent, and imported
-    return [
-        await called(one.get_reward) if _name_of(type(one)) == name else None
-        for one in environments
-    ]
-
-
-def _name_of(made: type[Any]) -> tuple[str, str]:
-    return made.__module__, made.__qualname__
+    # A worker may have the class twice: sent, and imported.
+    its = [(type(one).__module__, type(one).__qualname__) for one in environments]
+    mine = [one == (made.__module__, made.__qualname__) for one in its]
+    each = zip(environments, mine, strict=True)
+    return [await called(one.get_reward) if counts else None for one, counts in each]
 
 
 def _name(function: Any) -> str:
@@ -505,9 +483,8 @@ class TRL(Environment):
         )
         given = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
         functions = [_loaded(one, "reward_funcs") for one in given if one is not None]
-        self._rewards = RewardFunctions(
-            functions, config.reward_weights, self._instances.rewarding_classes
-        )
+        classes = self._instances.rewarding_classes
+        self._rewards = RewardFunctions(functions, config.reward_weights, classes)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         if train_dataset is None and environment_factory is not None:
             # The environment provides the prompts: as many rows as a step needs.
@@ -546,16 +523,8 @@ class TRL(Environment):
 
 
 class GRPOTrainer:
-    """A GRPOTrainer whose `train()` is `tune()`; unsupported arguments are rejected by name.
-
-    Args: Those of TRL.
-
-    Attributes:
-        environment: The environment for `tune()`.
-
-    Raises:
-        ConfigError: An argument is not supported.
-    """
+    """TRL's GRPOTrainer whose `train()` is `tune()`; `environment` is what that gets. Raises
+    ConfigError, which names it, for an argument that is not supported."""
 
     def __init__(
         self,
@@ -598,10 +567,9 @@ class GRPOTrainer:
             tools=tools,
             environment_factory=environment_factory,
         )
-        own: dict[str, Any] = {"model.model_path": str(model)}
-        if peft_config is not None:
-            own |= _adapter(peft_config)
-        self.environment.settings = {**self.environment.settings, **own}
+        own = {"model.model_path": str(model)}
+        adapter = {} if peft_config is None else _adapter(peft_config)
+        self.environment.settings = {**self.environment.settings, **own, **adapter}
         self.result: TuneResult | None = None
 
     def train(self, **given: Any) -> TuneResult:
@@ -621,13 +589,8 @@ class GRPOTrainer:
 
 
 def from_trl(model: Any, reward_funcs: Any = None, args: Any = None, **given: Any) -> TRL:
-    """A GRPOTrainer's arguments as an environment: `tune(environment=from_trl(...))`.
-
-    Args: Those of TRL's `GRPOTrainer`.
-
-    Raises:
-        ConfigError: An argument is not supported.
-    """
+    """The arguments of TRL's `GRPOTrainer` as an environment: `tune(environment=from_trl(...))`.
+    Raises ConfigError for one that is not supported."""
     return GRPOTrainer(model, reward_funcs, args, **given).environment
 
 
@@ -646,11 +609,8 @@ def _adapter(config: Any) -> dict[str, Any]:
         if value := getattr(config, name, None):
             raise ConfigError(f"peft_config.{name} is {value!r}, which is not supported")
     targets = config.target_modules
-    one = {
-        "lora_rank": config.r,
-        "lora_alpha": config.lora_alpha,
-        "target_modules": targets if isinstance(targets, str) else sorted(targets),
-    }
+    layers = targets if isinstance(targets, str) else sorted(targets)
+    one = {"lora_rank": config.r, "lora_alpha": config.lora_alpha, "target_modules": layers}
     return {"model.lora_configs": [one]}
 
 

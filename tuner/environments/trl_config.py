@@ -97,6 +97,7 @@ def settings_of(config: GRPOConfig, rows: int | None) -> dict[str, Any]:
         )
     if config.num_generations_eval not in (None, 1):
         raise _refuse(config, "num_generations_eval", "evaluation is greedy, one answer each")
+    seed = config.seed if config.data_seed is None else config.data_seed
     prompts = prompts_in_a_step(config)
     epoch = None if rows is None else max(1, rows // prompts)
     found = {
@@ -108,9 +109,7 @@ def settings_of(config: GRPOConfig, rows: int | None) -> dict[str, Any]:
         "buffer.total_steps": _steps(config, epoch),
         "explorer.eval_interval": _interval(config, "eval", epoch),
         "trainer.save_interval": _interval(config, "save", epoch),
-        "buffer.explorer_input.taskset.data_selector.seed": (
-            config.seed if config.data_seed is None else config.data_seed
-        ),
+        "buffer.explorer_input.taskset.data_selector.seed": seed,
         **_optimizer(config),
         **_loss(config),
         **_engine(config),

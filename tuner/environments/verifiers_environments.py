@@ -28,12 +28,6 @@ class VerifiersReply(str):
 
     trace: Any
 
-    @classmethod
-    def of(cls, trace: Any) -> VerifiersReply:
-        reply = cls(trace.last_reply)
-        reply.trace = trace
-        return reply
-
 
 class Verifiers(Environment):
     """One environment of verifiers (0.4, whose stack is `verifiers.v1`).
@@ -140,7 +134,9 @@ class Verifiers(Environment):
         numbers = {name: value for name, value in trace.metrics.items() if value is not None}
         scores = {f"reward_{name}": one.score for name, one in trace.rewards.items()}
         metrics = {"turns": trace.num_turns, **numbers, **scores}
-        return WorkflowOutput(response=VerifiersReply.of(trace), metrics=metrics)
+        reply = VerifiersReply(trace.last_reply)
+        reply.trace = trace
+        return WorkflowOutput(response=reply, metrics=metrics)
 
     async def judge(self, task: dict[str, Any], response: Any) -> JudgeOutput:
         """The reward, and each of the rewards in words; raises RewardError for another response."""
@@ -183,12 +179,9 @@ class Verifiers(Environment):
 
 @asynccontextmanager
 async def _door(env: Any) -> AsyncIterator[Any]:
-    """One interception server for all rollouts if everything runs on this machine; else None,
-    and each rollout starts its own, with a tunnel.
-
-    verifiers' server keeps a client for each key, and reads the certificates for each. Here all
-    clients use one pool, and none outlives its rollout.
-    """
+    """One interception server for all rollouts if everything runs on this machine; else None, and
+    each rollout starts its own, with a tunnel. verifiers' server keeps a client for each key, and
+    reads the certificates for each; here all use one pool, and none outlives its rollout."""
     from verifiers.v1 import EvalClientConfig
     from verifiers.v1.clients import EvalClient
     from verifiers.v1.clients.base import build_async_httpx
@@ -274,17 +267,15 @@ def _only_seat(config: Any) -> str:
             "with one agent can be trained, because a rollout has one reward"
         )
     name, seat = next(iter(seats.items()))
+    of = f"of environment {config.env_id} is set"
     for key in ("model", "client"):
         if getattr(seat, key) is not None:
-            raise ConfigError(
-                f"{name}.{key} of environment {config.env_id} is set, but the trained model "
-                "answers: remove it"
-            )
+            raise ConfigError(f"{name}.{key} {of}, but the trained model answers: remove it")
     for path, found in ((f"{name}.retries", seat.retries), ("retries", config.retries)):
         if found.max_retries or found.rules:
             raise ConfigError(
-                f"{path} of environment {config.env_id} is set, but each attempt at a rollout is a "
-                "separate trace: remove it, and set explorer.max_retry_times"
+                f"{path} {of}, but each attempt at a rollout is a separate trace: remove it, and "
+                "set explorer.max_retry_times"
             )
     return str(name)
 
@@ -325,10 +316,9 @@ def _raise_failure(episode: Any, trace: Any) -> None:
 
 
 def _feedback(trace: Any) -> str:
-    lines = [
-        f"{name}: {one.score:g} (weight {one.weight:g})" for name, one in trace.rewards.items()
-    ]
-    lines += [f"{name}: {value:g}" for name, value in trace.metrics.items() if value is not None]
+    rewards, metrics = trace.rewards.items(), trace.metrics.items()
+    lines = [f"{name}: {one.score:g} (weight {one.weight:g})" for name, one in rewards]
+    lines += [f"{name}: {value:g}" for name, value in metrics if value is not None]
     lines.append(f"stopped by: {trace.stop_condition}")
     if trace.info:
         lines.append(f"info: {json.dumps(trace.info, default=str)}")
