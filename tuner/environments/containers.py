@@ -439,7 +439,7 @@ async def _listen_inside(pid: int, port: int) -> socket.socket:
     with ours, theirs:
         process = await asyncio.create_subprocess_exec(
             *(*entering, sys.executable, "-I", "-S", "-c", _DOOR, str(port)),
-            stdin=theirs,
+            stdin=theirs.fileno(),
             stderr=subprocess.PIPE,
         )
         _, said = await process.communicate()

@@ -26,12 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from tuner.config import RunConfig
 from tuner.environments.conversation import Conversation
-from tuner.environments.trl_config import (
-    GRPOConfig,
-    prompts_in_a_step,
-    read_config,
-    settings_of,
-)
+from tuner.environments.trl_config import GRPOConfig, prompts_in_a_step, read_config, settings_of
 from tuner.errors import ConfigError, DatasetError, FunctionError
 from tuner.runs.environment import Environment
 from tuner.tasks.datasets import DatasetConfig
