@@ -10,7 +10,7 @@
 # make test-frameworks   the tests that need agent frameworks or DSPy, in an environment of their own
 # make test-trackers   the tests that run W&B, MLflow and SwanLab, in an environment of their own
 # make test-environments   the tests with verifiers, OpenEnv, TRL, gymnasium, reasoning_gym and TextArena, in an environment of their own
-# make test-harbor   tasks in Harbor's format in real containers, in an environment on Python 3.12 (5 GB); needs podman and root
+# make test-harbor   tasks in Harbor's format and programs in real containers, in an environment on Python 3.12 (5 GB); needs podman and root
 # make test-trinity   the tests that run Trinity-RFT on Ray, in an environment of their own (7 GB)
 # make test-cluster   Ray clusters and engines on several machines, which are namespaces of this one; as test-trinity
 # make test-vllm   the tests that run vLLM on a CPU, in an environment of their own (3.6 GB)

@@ -68,6 +68,17 @@ class MissingDependencyError(TunerError, ImportError):
     """A library is missing, or has an unsupported version; names the extra."""
 
 
+@contextmanager
+def importing(what: str, extra: str) -> Iterator[None]:
+    """Raise MissingDependencyError, which says what is needed, if an import in the block fails."""
+    try:
+        yield
+    except (ImportError, SyntaxError) as error:  # an older Python cannot read some libraries
+        raise MissingDependencyError(
+            f"{what}, which cannot be imported ({error}): {pip_install(extra)}"
+        ) from error
+
+
 class ContextLengthError(TunerError, ValueError):
     """A prompt leaves no room for an answer within `model.max_model_len`."""
 

@@ -16,7 +16,8 @@ from tests.kit.toy import StubEngine, gateway_of
 from tests.rewards.test_sandbox import those_in
 from tuner import JudgeOutput, tune
 from tuner.config import load_config
-from tuner.environments.program import Program
+from tuner.environments.containers import ContainerEngine, ContainerLimits
+from tuner.environments.program import Program, Workspaces
 from tuner.errors import ConfigError, MissingDependencyError, ProgramError
 from tuner.rewards import sandbox
 from tuner.rollouts.without_framework import PlainChatModel
@@ -166,6 +167,23 @@ async def test_a_folder_is_there_as_long_as_the_response_is(start):
     assert not folder.exists()
 
 
+def test_folders_of_a_killed_process_are_removed_at_the_next_start(temporary):
+    code = """
+import os, sys, tempfile
+from tuner.environments.program import Workspaces
+tempfile.tempdir = sys.argv[1]
+kept = Workspaces()
+kept.new(None, None)
+os.kill(os.getpid(), 9)
+"""
+    subprocess.run([sys.executable, "-c", code, temporary], check=False)
+    (left,) = os.listdir(temporary)
+    spaces = Workspaces()
+    spaces.new(None, None)
+    assert left not in os.listdir(temporary)
+    spaces.close()
+
+
 def git(*arguments, cwd):
     return subprocess.run(
         ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments],
@@ -266,6 +284,7 @@ async def test_it_ends_with_its_rollout(start, tmp_path):
         ({"command": ["a"], "template": "/not/there"}, "no such folder"),
         ({"command": ["a"], "commit": "main"}, "commit is set without template"),
         ({"command": ["a"], "template": "/", "commit": "main"}, "git .* failed"),
+        ({"command": ["a"], "network": "some"}, "network is 'some'"),
         ({"command": ["a"], "limits": {"second": 1}}, "limits has no 'second'"),
         ({"command": ["a"], "limits": {"seconds": 0}}, "a limit must be above 0"),
     ],
@@ -386,88 +405,21 @@ def test_each_failure_is_an_outcome_and_training_goes_on(random_model_path, tmp_
         assert message in errors[how]
 
 
-# docker's client as far as it goes without a service: writes down what it is asked for, and runs
-# the program itself. `docker run OPTIONS IMAGE COMMAND`: options with a value are those it knows.
-DOCKER = """#!{python}
-import json, os, sys
-with open({log!r}, "a") as log:
-    log.write(json.dumps([sys.argv[1:], os.environ.get("OPENAI_API_KEY"), os.getcwd()]) + "\\n")
-if sys.argv[1] == "inspect":
-    print({oom!r})
-if sys.argv[1] == "info" and {down!r}:
-    raise SystemExit("Cannot connect to the Docker daemon")
-if sys.argv[1:3] == ["image", "inspect"] and sys.argv[3] != "agents:1":
-    raise SystemExit("No such image")
-if sys.argv[1] == "run":
-    words = sys.argv[sys.argv.index("agents:1") + 1:]
-    os.execvp(words[0], words)
-"""
+def test_values_of_variables_stay_out_of_the_list_of_processes(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "another")
+    given = {"OPENAI_API_KEY": "the-key", "HOME": "/tmp", "https_proxy": "a:1"}
+    engine = ContainerEngine(ContainerLimits())
+    words, own = engine.exec_words("box", ["node"], environment=given)
+    assert words == [
+        *("exec", "--env=OPENAI_API_KEY", "--env=HOME=/tmp", "--env=https_proxy=a:1", "box", "node")
+    ]
+    assert own == {"OPENAI_API_KEY": "the-key"}  # the client itself reads the other two
 
 
-@pytest.fixture
-def docker(tmp_path, monkeypatch):
-    """Puts a stand-in for docker on the PATH; gives what reads what it was asked."""
-
-    def docker(*, down=False, oom="false"):
-        log = tmp_path / "docker.log"
-        path = tmp_path / "bin" / "docker"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(DOCKER.format(python=sys.executable, log=str(log), down=down, oom=oom))
-        path.chmod(0o755)
-        monkeypatch.setenv("PATH", str(path.parent))
-        return lambda: [json.loads(line) for line in log.read_text().splitlines()]
-
-    return docker
-
-
-async def test_a_container_has_the_limits_and_is_removed(docker, start):
-    asked = docker()
-    program = start(
-        "import sys; print(sys.stdin.read())",
-        image="agents:1",
-        limits={"memory_mb": 256, "processes": 9, "disk_mb": 8},
-    )
-    output = await ran(program)
-    assert (output.stdout, output.isolation) == ("1 + 1?\n", "docker")
-    run, removed = asked()[-2:]
-    words, key, cwd = run
-    assert key == "the-key"
-    assert "the-key" not in words  # which everybody can read in the list of processes
-    assert cwd == str(output.folder)
-    line = " ".join(words)
-    for part in (
-        "--memory 256m --memory-swap 256m --pids-limit 9",
-        f"--volume {output.folder}:{output.folder} --workdir {output.folder}",
-        "--interactive",
-        "--env OPENAI_API_KEY",
-        "--cap-drop ALL",
-        f"--ulimit fsize={8 * 2**20}",
-    ):
-        assert part in line
-    assert removed[0] == ["rm", "--force", words[words.index("--name") + 1]]
-
-
-async def test_a_container_is_removed_at_the_deadline_and_when_memory_ends(docker, start):
-    asked = docker(oom="true")
-    program = start(FOREVER, image="agents:1", limits={"seconds": 0.5})
-    with pytest.raises(ProgramError, match="ran for longer"):
-        await ran(program)
-    assert asked()[-1][0][:2] == ["rm", "--force"]
-    program = start("import os; os.kill(os.getpid(), 9)", image="agents:1")
-    with pytest.raises(ProgramError, match="more memory than"):
-        await ran(program)
-    assert asked()[-1][0][:2] == ["rm", "--force"]
-
-
-def test_an_image_that_cannot_be_run_is_refused_by_name(docker, monkeypatch):
-    docker(down=True)
-    with pytest.raises(MissingDependencyError, match="'agents:1': docker is installed, but its"):
-        Program(["a"], image="agents:1")
-    docker()
-    with pytest.raises(MissingDependencyError, match="docker pull agents:2"):
-        Program(["a"], image="agents:2")
+def test_a_container_that_cannot_be_started_is_refused_at_once(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(MissingDependencyError, match="docker is not installed; podman is not"):
+    said = "'agents:1' can be started: podman is not installed; docker is not installed"
+    with pytest.raises(MissingDependencyError, match=said):
         Program(["a"], image="agents:1")
 
 

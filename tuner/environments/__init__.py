@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tuner.runs.environment import Environment, brought
+from tuner.runs.environment import CLASSES, Environment, brought
 
 if TYPE_CHECKING:
     from tuner.environments.areal_environments import Areal
@@ -21,20 +21,11 @@ if TYPE_CHECKING:
 
 # Imported on first use: a file is read without PyTorch.
 _MODULE_OF = {
-    "Areal": "tuner.environments.areal_environments",
-    "Gymnasium": "tuner.environments.gymnasium_environments",
-    "Harbor": "tuner.environments.harbor_tasks",
-    "Mixture": "tuner.environments.mixture",
-    "OpenEnv": "tuner.environments.openenv",
-    "Program": "tuner.environments.program",
     "ProgramOutput": "tuner.environments.program",
-    "ReasoningGym": "tuner.environments.reasoning_gym_sets",
-    "TRL": "tuner.environments.trl",
-    "TextArena": "tuner.environments.textarena_games",
     "Terminal": "tuner.environments.harbor_tasks",
     "TerminalAgent": "tuner.environments.harbor_tasks",
     "ToolCall": "tuner.environments.openenv",
-    "Verifiers": "tuner.environments.verifiers_environments",
+    **{name: module for module, _, name in (one.partition(":") for one in CLASSES.values())},
 }
 
 __all__ = [

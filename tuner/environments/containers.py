@@ -16,13 +16,13 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,7 @@ from tuner.rewards.sandbox import finished, gateway_address, relay
 from tuner.rewards.sandbox import remove as remove_folder
 
 logger = logging.getLogger("tuner.environments")
-PREFIX = "tuner-box"
-"""Beginning of the names of containers, and of temporary folders beside them."""
+PREFIX = "tuner-box"  # of the names of containers, and of temporary folders beside them
 _PATIENCE = 120.0  # seconds for a command of the client
 _GRACE = 15.0  # more for one that has a time limit inside
 _STARTS_AT_ONCE = 4
@@ -48,8 +47,9 @@ _WAYS: dict[str, tuple[tuple[tuple[str, ...], bool], ...]] = {
     "docker": (((), False), ((), True)),
 }
 _MOST = {"nofile": (resource.RLIMIT_NOFILE, 1 << 20), "nproc": (resource.RLIMIT_NPROC, 30_000)}
-_FOUND: dict[str, tuple[tuple[str, ...], tuple[str, ...], set[str]]] = {}
-"""Options and limits that were found, by program."""
+_FOUND: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, str]]] = {}
+"""Options and limits that were found, and those that do not hold, by program."""
+_WARNED: set[tuple[str, str]] = set()
 # Its first process: it ends at once when it is told to, and waits for the orphans of others.
 _IDLE = ("sh", "-c", "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done")
 # Removes what has this name when its standard input ends, and looks again: on a full disk the
@@ -65,6 +65,16 @@ for pause in 0 0 1 3; do
     elif [ "$word" = close ]; then break; fi
 done
 if [ "$word" != close ]; then rm -rf "${TMPDIR:-/tmp}/$PROCESS"-*; fi
+"""
+_CLIENTS = re.compile(
+    r"PATH|HOME|TMPDIR|(DOCKER|CONTAINERS?|PODMAN|STORAGE|XDG|DBUS|LD)_.*|.*_PROXY", re.IGNORECASE
+)
+"""Variables that the client or its service may read."""
+# Opens a socket, and sends it through standard input.
+_DOOR = """
+import socket, sys
+door = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+socket.send_fds(socket.socket(fileno=0), [b"door"], [door.fileno()])
 """
 # Also what the client has stored without knowing it as a container any more.
 _EXTERNAL = {"podman": "--external", "docker": ""}
@@ -95,6 +105,9 @@ class ContainerLimits:
         }
 
 
+_TRIED = ContainerLimits(cpus=1, memory_mb=64, disk_mb=64, processes=64)
+
+
 @dataclass(frozen=True)
 class CommandResult:
     """A command's exit status as in a shell, its output up to a limit, whether there was more, and
@@ -113,66 +126,72 @@ class CommandResult:
         return (said[-800:] or f"status {self.status}") if self.status else ""
 
 
-@dataclass
 class ContainerEngine:
-    """A client that works here: its path, its options before a command, its options for limits of
-    each process, and what it cannot limit here."""
+    """Containers by a client that works here, which is found when the first image is needed; `kind`
+    is "podman", "docker" or "local": whichever works."""
 
-    program: str
-    options: tuple[str, ...] = ()
-    limits: tuple[str, ...] = ()
-    unlimited: set[str] = field(default_factory=set)
-    _watcher: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    def __init__(self, default: ContainerLimits, kind: str = "local") -> None:
+        self.default, self._given = default, kind
+        self._begin()
 
-    def __post_init__(self) -> None:
-        self.kind = Path(self.program).name
-        self._starting = asyncio.Semaphore(_STARTS_AT_ONCE)
+    def _begin(self) -> None:
+        self.program = self.kind = ""
+        self.options: tuple[str, ...] = ()  # before a command
+        self.limits: tuple[str, ...] = ()  # options for limits of each process
+        self.unlimited: dict[str, str] = {}  # what the client cannot limit here, and why
+        self._finding, self._starting = asyncio.Lock(), asyncio.Semaphore(_STARTS_AT_ONCE)
+        self._images: set[str] = set()
+        self._watcher: subprocess.Popen[bytes] | None = None
         self._folder: Path | None = None  # its monitors write files to where they are started
         self._owner = f"{_process()}-{os.urandom(3).hex()}"
 
-    @classmethod
-    async def of(
-        cls,
-        image: Callable[[ContainerEngine], Awaitable[str]],
-        limits: ContainerLimits,
-        *,
-        kind: str | None = None,
-    ) -> ContainerEngine:
-        """The first client that can run a container of an image.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ContainerEngine, (self.default, self._given)  # another process has its own
 
-        Args:
-            image: Pulls or builds the image with a client, and returns its name.
-            limits: Limits that are tried; one that does not hold here is warned of.
-            kind: "podman" or "docker"; None: whichever works.
+    async def need(self, image: str, get: Callable[[], Awaitable[None]]) -> None:
+        """Have an image, which `get` pulls or builds by this, once; the first time with the first
+        client that can run a container of it. Raises MissingDependencyError, which says why none
+        can, and SandboxError."""
+        async with self._finding:
+            if not self.program:
+                await self._find(image, get)
+            elif image not in self._images:
+                await get()
+            self._images.add(image)
 
-        Raises:
-            MissingDependencyError: There is no such client; it says why for each.
-        """
+    async def _find(self, image: str, get: Callable[[], Awaitable[None]]) -> None:
         refused = []
-        for name in ("podman", "docker") if kind is None else (kind,):
-            if (program := shutil.which(name)) is None:
-                refused.append(f"{name} is not installed")
+        for kind in ("podman", "docker") if self._given == "local" else (self._given,):
+            if (program := shutil.which(kind)) is None:
+                refused.append(f"{kind} is not installed")
                 continue
-            engine = cls(program)
+            self.program, self.kind = program, kind
             try:
-                await engine._adapt(await image(engine), limits)
+                await get()
+                await self._adapt(image)
             except SandboxError as error:
+                self.program = ""
                 refused.append(str(error))
                 continue
-            await engine._remove_leftovers()
-            engine._watch()
-            return engine
-        raise MissingDependencyError(f"no container can be started: {'; '.join(refused)}")
+            await self._remove_leftovers()
+            self._watch()
+            return
+        raise MissingDependencyError(
+            f"no container of {image!r} can be started: {'; '.join(refused)}"
+        )
 
-    async def _adapt(self, image: str, limits: ContainerLimits) -> None:
-        """Find the options with which a container starts, and the limits that hold here."""
+    async def _adapt(self, image: str) -> None:
+        """Find the options with which a container starts, and the limits that do not hold here."""
         if self.program in _FOUND:
             self.options, self.limits, self.unlimited = _FOUND[self.program]
             return
 
         async def trial(*more: str) -> str:
             words = ("--name", f"{self._owner}-trial", "--network=none", *self.limits, *more)
-            return (await self.call("run", "--rm", *words, image, "true")).problem
+            done = await self.call("run", "--rm", *words, image, "true")
+            said = done.stderr.decode(errors="replace")
+            # A service may start a container without its limits, and say so.
+            return done.problem or (said if re.search("ignored|discarded", said) else "")
 
         problem = ""
         for options, limited in _WAYS[self.kind]:
@@ -181,15 +200,9 @@ class ContainerEngine:
                 break
         else:
             raise SandboxError(f"{self.kind} cannot start {image!r}: {problem}")
-        for name, words in {**limits.words(), "disk": ["--storage-opt=size=64m"]}.items():
+        for name, words in _TRIED.words().items():
             if problem := await trial(*words):
-                self.unlimited.add(name)
-                logger.warning(
-                    "%s cannot limit %s here, so containers run without that limit: %s",
-                    self.kind,
-                    name,
-                    problem.splitlines()[-1],
-                )
+                self.unlimited[name] = problem.strip().splitlines()[-1]
         _FOUND[self.program] = self.options, self.limits, self.unlimited
 
     async def pull(self, image: str, *, seconds: float) -> None:
@@ -217,19 +230,23 @@ class ContainerEngine:
         image: str,
         limits: ContainerLimits,
         *,
-        environment: Mapping[str, str],
-        network: bool = False,
+        environment: Mapping[str, str] | None = None,
+        options: Sequence[str] = ("--network=none",),
     ) -> str:
-        """Start a container that does nothing, with the client's usual network or none; returns its
+        """Start a container that does nothing, with further options of the client; returns its
         name. Raises SandboxError."""
         name = f"{self._owner}-{os.urandom(6).hex()}"
-        words = [*self.limits, "--stop-timeout=0", "--ulimit=core=0"]
-        words += [] if network else ["--network=none"]
+        words = [*self.limits, "--stop-timeout=0", "--ulimit=core=0", *options]
         for limited, more in limits.words().items():
-            words += [] if limited in self.unlimited else more
+            if limited not in self.unlimited:
+                words += more
+            elif (self.kind, limited) not in _WARNED:
+                _WARNED.add((self.kind, limited))
+                said = "%s cannot limit %s here, so containers run without that limit: %s"
+                logger.warning(said, self.kind, limited, self.unlimited[limited])
         if "disk" in self.unlimited and limits.disk_mb is not None:
             words.append(f"--ulimit=fsize={limits.disk_mb * 2**20}")  # of a single file, at least
-        own, variables = _variables(environment)
+        own, variables = _variables(environment or {})
         start = ("run", "--detach", "--name", name, *words, *variables, image, *_IDLE)
         async with self._starting:
             # Ending a client that is about to start one would leave parts of it.
@@ -249,29 +266,40 @@ class ContainerEngine:
         await self.remove(name)
 
     async def exec(
+        self, name: str, *command: str, seconds: float | None = None, **where: Any
+    ) -> CommandResult:
+        """Run a command in a container, as `exec_words` says; its time limit kills it with its
+        children."""
+        # Inside, since ending the client would leave the command running.
+        limited = [] if seconds is None else ["timeout", "-s", "KILL", f"{seconds:.3f}"]
+        patience = None if seconds is None else seconds + _GRACE
+        began = time.monotonic()
+        words, own = self.exec_words(name, [*limited, *command], **where)
+        done = await self.call(*words, environment=own, seconds=patience)
+        late = seconds is not None and time.monotonic() - began >= seconds
+        killed = done.status == 128 + signal.SIGKILL and late
+        return replace(done, timed_out=done.timed_out or killed)
+
+    def exec_words(
         self,
         name: str,
-        command: str,
+        command: Sequence[str],
         *,
-        seconds: float | None = None,
         environment: Mapping[str, str] | None = None,
         workdir: str | None = None,
         user: str | int | None = None,
-    ) -> CommandResult:
-        """Run a command of bash in a container; its time limit kills it with its children."""
+    ) -> tuple[list[str], dict[str, str]]:
+        """The client's command that runs one in a container, and variables for the client."""
         own, words = _variables(environment or {})
-        words += [] if workdir is None else ["--workdir", workdir]
-        words += [] if user is None else ["--user", str(user)]
-        # Inside, since ending the client would leave the command running.
-        limited = [] if seconds is None else ["timeout", "--signal=KILL", f"{seconds:.3f}"]
-        patience = None if seconds is None else seconds + _GRACE
-        began = time.monotonic()
-        words += [name, *limited, "bash", "-c", command]
-        done = await self.call("exec", *words, environment=own, seconds=patience)
-        late = seconds is not None and time.monotonic() - began >= seconds
-        killed = done.status == 128 + signal.SIGKILL and late
-        timed_out = done.timed_out or killed
-        return CommandResult(done.status, done.stdout, done.stderr, done.cut, timed_out)
+        words += [] if workdir is None else [f"--workdir={workdir}"]
+        words += [] if user is None else [f"--user={user}"]
+        return ["exec", *words, name, *command], own
+
+    async def out_of_memory(self, name: str) -> bool:
+        """Whether a process of a container was ended for its memory limit."""
+        # Of cgroups 2 and 1.
+        paths = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
+        return (await self.exec(name, "grep", "-qs", "^oom_kill [1-9]", *paths)).status == 0
 
     async def copy_in(self, name: str, source: str, target: str) -> None:
         """Copy a file, or with "/." at its end the content of a folder, into a container; raises
@@ -281,9 +309,8 @@ class ContainerEngine:
     async def copy_out(self, name: str, source: str, *, limit: int) -> bytes:
         """A file or folder of a container as a tar archive; raises SandboxError, also if that is
         larger than `limit` bytes."""
-        done = await self._must(
-            f"cannot copy {source}", "cp", f"{name}:{source}", "-", output=limit
-        )
+        words = ("cp", f"{name}:{source}", "-")
+        done = await self._must(f"cannot copy {source}", *words, output=limit)
         if done.cut:
             raise SandboxError(f"{source} is larger than {limit} bytes: it is not copied")
         return done.stdout
@@ -298,22 +325,18 @@ class ContainerEngine:
     @asynccontextmanager
     async def reaching(self, name: str, gateway: str) -> AsyncIterator[None]:
         """Let programs in a container reach one address of this machine, by its URL here, while the
-        block runs.
-
-        The socket is opened in the container's network by a thread of this process, so that the
-        image needs no program for it. This takes root here. Raises SandboxError.
-        """
+        block runs. A program of this machine opens the socket in the container's network, which
+        takes the rights of the client's service. Raises SandboxError."""
         host, port = gateway_address(gateway)
         found = await self.call("inspect", "--format", "{{.State.Pid}}", name)
-        with ThreadPoolExecutor(1) as inside:
-            try:
-                pid = int(found.stdout or b"0")
-                door = await asyncio.wrap_future(inside.submit(_listen_inside, pid, port))
-            except OSError as error:
-                raise SandboxError(
-                    f"no socket can be opened in the network of a container ({error}), so a "
-                    "program in it cannot reach the model: run as root, or use an agent outside"
-                ) from error
+        try:
+            door = await _listen_inside(int(found.stdout or b"0"), port)
+        except OSError as error:
+            raise SandboxError(
+                f"no socket can be opened in the network of a container ({error}), so a program in "
+                "it cannot reach the model: run as root, or as the user whose podman it is; or use "
+                "an agent outside of containers, or a program with network 'host'"
+            ) from error
         server = await asyncio.start_server(relay(host, port), sock=door)
         try:
             yield
@@ -343,8 +366,6 @@ class ContainerEngine:
             cwd=self._folder,
             start_new_session=True,  # Ctrl-C is for us
         )
-        assert process.stdout is not None
-        assert process.stderr is not None
         reading = asyncio.gather(
             _read(process.stdout, output), _read(process.stderr, output), process.wait()
         )
@@ -361,42 +382,38 @@ class ContainerEngine:
         return CommandResult(status if status >= 0 else 128 - status, out, err, cut or more)
 
     async def _remove_leftovers(self) -> None:
-        """Remove containers and temporary folders of processes of this machine that have ended."""
+        """Remove containers of processes of this machine that have ended."""
         words = [_EXTERNAL[self.kind]] if _EXTERNAL[self.kind] else []
         listed = await self.call("ps", "--all", *words, "--format", "{{.Names}}")
         if left := [name for name in listed.stdout.decode().split() if _orphaned(name)]:
             logger.warning("removing %d containers of processes that were killed", len(left))
             await self.call("rm", "--force", "--volumes", *left)
-        _remove_left_folders()
 
     def _watch(self) -> None:
         self._folder = owned_folder()
+        given = {"OWNER": self._owner, "PROCESS": _process(), "EXTERNAL": _EXTERNAL[self.kind]}
+        given["TMPDIR"] = tempfile.gettempdir()
         self._watcher = subprocess.Popen(
             ["sh", "-c", _WATCHER, "sh", self.program, *self.options],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env={
-                **os.environ,
-                "OWNER": self._owner,
-                "PROCESS": _process(),
-                "EXTERNAL": _EXTERNAL[self.kind],
-                "TMPDIR": tempfile.gettempdir(),
-            },
+            env=os.environ | given,
             start_new_session=True,
         )
 
-    def close(self) -> None:
-        """Remove all containers of this engine; blocks until they are gone."""
+    async def close(self) -> None:
+        """Remove all containers of this engine."""
         watcher, folder = self._watcher, self._folder
-        self._watcher = self._folder = None
+        self._begin()
         if watcher is not None and folder is not None:
-            watcher.communicate(b"close\n")
+            await asyncio.to_thread(watcher.communicate, b"close\n")
             remove_folder(folder)
 
 
-async def _read(stream: asyncio.StreamReader, most: int) -> tuple[bytes, bool]:
+async def _read(stream: asyncio.StreamReader | None, most: int) -> tuple[bytes, bool]:
     """Read a stream to its end; returns its first `most` bytes, and whether there were more."""
+    assert stream is not None
     kept, cut = bytearray(), False
     while data := await stream.read(65536):
         cut = cut or len(kept) + len(data) > most
@@ -414,17 +431,27 @@ def given_limits() -> tuple[str, ...]:
     return tuple(found)
 
 
-def _listen_inside(pid: int, port: int) -> socket.socket:
-    """A listening socket in the network of another process; changes this thread's network."""
-    with open(f"/proc/{pid}/ns/net") as network:
-        os.setns(network.fileno(), os.CLONE_NEWNET)  # type: ignore[attr-defined]  # Python 3.12
-    return socket.create_server(("127.0.0.1", port))
+async def _listen_inside(pid: int, port: int) -> socket.socket:
+    """A listening socket in the network of another process; raises OSError."""
+    ours, theirs = socket.socketpair()
+    own = ["--user", "--preserve-credentials"] if os.getuid() else []
+    entering = ["nsenter", f"--target={pid}", "--net", *own]
+    with ours, theirs:
+        process = await asyncio.create_subprocess_exec(
+            *(*entering, sys.executable, "-I", "-S", "-c", _DOOR, str(port)),
+            stdin=theirs.fileno(),
+            stderr=subprocess.PIPE,
+        )
+        _, said = await process.communicate()
+        if process.returncode:
+            raise OSError(said.decode(errors="replace").strip())
+        return socket.socket(fileno=socket.recv_fds(ours, 1, 1)[1][0])
 
 
 def _variables(given: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """Variables for the client, and its options that pass them on: their values stay out of the
-    list of processes, unless the client has such a variable itself."""
-    own = {name: value for name, value in given.items() if name not in os.environ}
+    list of processes, unless the client itself reads such a variable."""
+    own = {name: value for name, value in given.items() if not _CLIENTS.fullmatch(name)}
     words = [name if name in own else f"{name}={value}" for name, value in given.items()]
     return own, [f"--env={word}" for word in words]
 
@@ -463,12 +490,10 @@ def _orphaned(name: str) -> bool:
     return _started(int(found[1])) != found[2]
 
 
-def _remove_left_folders() -> None:
+def owned_folder() -> Path:
+    """A temporary folder, which is removed here next time if this process is killed; removes those
+    of processes that were."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}-*"):
         if _orphaned(folder.name):
             remove_folder(folder)
-
-
-def owned_folder() -> Path:
-    """A temporary folder that is removed at the next start if this process is killed."""
     return Path(tempfile.mkdtemp(prefix=f"{_process()}-"))

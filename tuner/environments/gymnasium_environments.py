@@ -7,11 +7,11 @@ import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from tuner.areal.queue_workflow import GymnasiumEnvironment, registered
 from tuner.areal.queues import CheckedEnvironment
+from tuner.environments.conversation import Conversation
 from tuner.errors import ConfigError, TunerError
 from tuner.runs.environment import Environment, seed_rows
 from tuner.tasks.functions import WorkflowOutput, call_function, in_thread, is_async, where
@@ -22,10 +22,6 @@ _NUMBER = re.compile(r"-?\d+")
 _CLOSING_SECONDS = 5.0
 
 Agent = Callable[..., Awaitable[WorkflowOutput]]
-
-
-class NoAction(ValueError):
-    """The model's answer is not an action of the environment."""
 
 
 class Gymnasium(Environment):
@@ -102,8 +98,14 @@ class Gymnasium(Environment):
                 f"gymnasium environment {id!r:.80} cannot be made: {type(error).__name__}: {error}"
             ) from error
         self._space = self._idle[0].env.action_space
-        if agent is None and self._read_action is None:
-            _check_readable(self._space)
+        # The environment checks texts: a space's characters and length are seldom meant for models.
+        self._any_text = type(self._space).__name__ == "Text"
+        unread = agent is None and self._read_action is None and not self._any_text
+        if unread and type(self._space).__name__ != "Discrete":
+            raise ConfigError(
+                f"the environment's actions are {self._space!r:.80}, which are not text: pass "
+                "read_action or an agent"
+            )
         self.train_dataset, self.eval_dataset = seed_rows(train_tasks, eval_tasks)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -117,15 +119,10 @@ class Gymnasium(Environment):
         return GymnasiumEnvironment(self._id, **self._make_args)
 
     async def workflow(self, task: dict[str, Any], model: Any) -> WorkflowOutput:
-        """Play one episode.
-
-        Raises:
-            EnvironmentFault: The environment returned an invalid result.
-        """
+        """Play one episode; raises EnvironmentFault for an invalid result of the environment."""
         async with self._one() as env:
             arguments = {"task": task, "env": env, "model": model}
-            output: WorkflowOutput = await call_function(self._agent, arguments)
-            return output
+            return cast(WorkflowOutput, await call_function(self._agent, arguments))
 
     @asynccontextmanager
     async def _one(self) -> AsyncIterator[CheckedEnvironment]:
@@ -145,21 +142,13 @@ class Gymnasium(Environment):
         rest = {name: value for name, value in task.items() if name != "seed"}
         options = task.get("options", rest) or None
         observation, info = await env.reset(seed=task.get("seed"), options=options)
-        messages: list[dict[str, Any]] = []
-        if self._system_prompt is not None:
-            messages.append({"role": "system", "content": self._system_prompt})
+        conversation = Conversation(model, self._system_prompt)
         reward, metrics = 0.0, {"steps": 0.0, "no_action": 0.0, "terminated": 0.0}
         shown = ""
         for _ in range(self._max_turns):
-            observed = self._show(observation)
-            messages.append({"role": "user", "content": observed})
-            completion = await model.client.chat.completions.create(
-                model=model.model_name, messages=messages
-            )
-            for call in model.calls[-1:]:  # none if they are not recorded
-                call.state = str(observed)
-            answer = completion.choices[0].message
-            messages.append(answer.model_dump(exclude_none=True))
+            observed = str(self._show(observation))
+            conversation.tell([{"role": "user", "content": observed}])
+            answer = await conversation.answer(state=observed)
             shown = answer.content or ""
             try:
                 action = self._action(shown)
@@ -172,13 +161,23 @@ class Gymnasium(Environment):
             metrics["terminated"] = float(terminated)
             if terminated or truncated:
                 break
-        return WorkflowOutput(reward=reward, response=shown, metrics={**_numbers(info), **metrics})
+        numbers = {name: float(v) for name, v in info.items() if isinstance(v, bool | int | float)}
+        return WorkflowOutput(reward=reward, response=shown, metrics=numbers | metrics)
 
     def _action(self, text: str) -> Any:
         """Raises ValueError if the text is not an action."""
-        action = (self._read_action or partial(_read, self._space))(text)
-        if not _any_text(self._space) and not self._space.contains(action):
-            raise NoAction(f"{action!r:.60} is not in {self._space}")
+        action: Any = text
+        if self._read_action is not None:
+            action = self._read_action(text)
+        elif not self._any_text:
+            if not (found := _NUMBER.findall(text)):
+                raise ValueError("there is no number in it")
+            try:
+                action = type(self._space.start)(found[-1])
+            except OverflowError:
+                raise ValueError(f"{found[-1]:.60} is not in {self._space}") from None
+        if not self._any_text and not self._space.contains(action):
+            raise ValueError(f"{action!r:.60} is not in {self._space}")
         return action
 
     async def close(self) -> None:
@@ -189,36 +188,6 @@ class Gymnasium(Environment):
             _, left = await asyncio.wait(closing, timeout=_CLOSING_SECONDS)
             if left:
                 logger.warning("%d gymnasium environments cannot be closed", len(left))
-
-
-def _any_text(space: Any) -> bool:
-    """Whether a space is one of texts. The environment checks the text itself: a space's characters
-    and length are seldom meant for models."""
-    return type(space).__name__ == "Text"
-
-
-def _check_readable(space: Any) -> None:
-    """Raises ConfigError if there is no way to read the space's actions."""
-    if type(space).__name__ != "Discrete" and not _any_text(space):
-        raise ConfigError(
-            f"the environment's actions are {space!r:.80}, which are not text: pass read_action "
-            "or an agent"
-        )
-
-
-def _read(space: Any, text: str) -> Any:
-    if _any_text(space):
-        return text
-    if not (found := _NUMBER.findall(text)):
-        raise NoAction("there is no number in it")
-    try:
-        return type(space.start)(found[-1])
-    except OverflowError:
-        raise NoAction(f"{found[-1]:.60} is not in {space}") from None
-
-
-def _numbers(info: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(v) for name, v in info.items() if isinstance(v, bool | int | float)}
 
 
 async def _closed(environment: GymnasiumEnvironment) -> None:

@@ -10,29 +10,28 @@ import shlex
 import tarfile
 import tomllib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pydantic import ValidationError
 
-from tuner.environments.containers import ContainerEngine, ContainerLimits
+from tuner.environments.containers import ContainerEngine, owned_folder
 from tuner.environments.program import model_variables
 from tuner.errors import (
     ConfigError,
-    MissingDependencyError,
     RewardError,
     RewardTimeout,
     SandboxError,
-    pip_install,
+    importing,
     problem_text,
 )
 from tuner.rewards.sandbox import remove
 from tuner.tasks.functions import shown
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # or it downloads a table of prices
-try:
+with importing("tasks of Harbor need harbor 0.25 and Python 3.12", "harbor"):
     from harbor.agents.factory import AgentFactory
     from harbor.environments.base import BaseEnvironment, ExecResult, transfer_tar_filter
     from harbor.environments.capabilities import (
@@ -50,11 +49,6 @@ try:
     from harbor.models.trial.config import AgentConfig
     from harbor.models.trial.paths import EnvironmentPaths, TrialPaths
     from harbor.verifier.verifier import Verifier
-except (ImportError, SyntaxError) as error:  # older Pythons cannot read its files
-    raise MissingDependencyError(
-        f"tasks of Harbor need harbor 0.25 and Python 3.12 ({error}): {pip_install('harbor')}"
-    ) from error
-
 logger = logging.getLogger("tuner.environments")
 AGENTS = sorted(AgentName.values())
 _COPIED_BYTES = 64 * 2**20
@@ -63,50 +57,13 @@ _INSIDE = EnvironmentPaths()
 _LOGS = (_INSIDE.agent_dir, _INSIDE.verifier_dir, _INSIDE.artifacts_dir)
 
 
-class Containers:
-    """The client that containers are started with, found at the first one, and its images."""
-
-    def __init__(self, kind: str | None, limits: ContainerLimits) -> None:
-        self.limits, self._kind = limits, kind
-        self._lock = asyncio.Lock()
-        self._engine: ContainerEngine | None = None
-        self._images: dict[str, str] = {}
-
-    async def image(self, environment: BaseEnvironment) -> tuple[ContainerEngine, str]:
-        """The client, and the name of a task's image, pulled or built once."""
-        config, content = environment.task_env_config, environment.environment_id
-
-        async def get(engine: ContainerEngine) -> str:
-            if config.docker_image:
-                await engine.pull(config.docker_image, seconds=config.build_timeout_sec)
-                return str(config.docker_image)
-            tag, seconds = f"localhost/tuner-harbor:{content}", config.build_timeout_sec
-            await engine.build(environment.environment_dir, tag, seconds=seconds)
-            return tag
-
-        async with self._lock:
-            if self._engine is None:
-                self._engine = await ContainerEngine.of(get, self.limits, kind=self._kind)
-            key = config.docker_image or content
-            if key not in self._images:
-                self._images[key] = await get(self._engine)
-            return self._engine, self._images[key]
-
-    async def close(self) -> None:
-        """Remove all containers."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            await asyncio.to_thread(engine.close)
-
-
 class ContainerSandbox(BaseEnvironment):  # type: ignore[misc]  # harbor has no types here
     """A container of podman or docker, without compose."""
 
-    engine: ContainerEngine
     container = ""
 
-    def __init__(self, *args: Any, containers: Containers, **kwargs: Any) -> None:
-        self._containers = containers
+    def __init__(self, *args: Any, engine: ContainerEngine, **kwargs: Any) -> None:
+        self.engine = engine
         super().__init__(*args, **kwargs)
 
     @staticmethod
@@ -132,21 +89,29 @@ class ContainerSandbox(BaseEnvironment):  # type: ignore[misc]  # harbor has no 
             )
 
     async def start(self, force_build: bool) -> None:
-        self.engine, image = await self._containers.image(self)
-        own = {
-            "cpus": self._effective_cpus,
-            "memory_mb": self._effective_memory_mb,
-            "disk_mb": self._effective_storage_mb,
-        }
-        given = {name: value for name, value in own.items() if value is not None}
-        limits = replace(self._containers.limits, **given)
+        config = self.task_env_config
+        image = config.docker_image or f"localhost/tuner-harbor:{self.environment_id}"
+
+        async def get() -> None:
+            seconds = config.build_timeout_sec
+            if config.docker_image:
+                await self.engine.pull(image, seconds=seconds)
+            else:
+                await self.engine.build(self.environment_dir, image, seconds=seconds)
+
+        await self.engine.need(image, get)
+        own = (self._effective_cpus, self._effective_memory_mb, self._effective_storage_mb)
+        given = zip(("cpus", "memory_mb", "disk_mb"), own, strict=True)
+        limited = {name: value for name, value in given if value is not None}
+        limits = replace(self.engine.default, **limited)
+        options = ["--network=none"] if self._network_disabled else []
         self.container = await self.engine.create(
-            image, limits, environment=self._startup_env(), network=not self._network_disabled
+            image, limits, environment=self._startup_env(), options=options
         )
         folders = self._ensure_dirs_command(_LOGS)
-        if self.task_env_config.workdir:
-            folders += f" && mkdir -p {shlex.quote(self.task_env_config.workdir)}"
-        made = await self.engine.exec(self.container, folders, user="root")
+        if config.workdir:
+            folders += f" && mkdir -p {shlex.quote(config.workdir)}"
+        made = await self.engine.exec(self.container, "bash", "-c", folders, user="root")
         if made.status:
             raise SandboxError(f"the image {image!r} needs bash: {made.problem}")
         await self._upload_environment_dir_after_start()
@@ -165,16 +130,15 @@ class ContainerSandbox(BaseEnvironment):  # type: ignore[misc]  # harbor has no 
     ) -> ExecResult:
         done = await self.engine.exec(
             self.container,
-            command,
+            *("bash", "-c", command),
             seconds=timeout_sec,
             environment=self._merge_env(env),
             workdir=cwd or self.task_env_config.workdir,
             user=self._resolve_user(user),
         )
-        stderr = done.stderr.decode(errors="replace")
+        stdout, stderr = (text.decode(errors="replace") for text in (done.stdout, done.stderr))
         if done.timed_out:
             stderr += f"\nended at its time limit of {timeout_sec:g} s"
-        stdout = done.stdout.decode(errors="replace")
         return ExecResult(stdout=stdout, stderr=stderr, return_code=done.status)
 
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
@@ -201,9 +165,8 @@ class ContainerSandbox(BaseEnvironment):  # type: ignore[misc]  # harbor has no 
 
 
 def _extract_file(tar: tarfile.TarFile, target: Path) -> None:
-    content = tar.extractfile(tar.getmembers()[0])
-    if content is None:
-        raise SandboxError(f"{tar.getmembers()[0].name} is not a file")
+    if (content := tar.extractfile(member := tar.getmembers()[0])) is None:
+        raise SandboxError(f"{member.name} is not a file")
     target.write_bytes(content.read())
 
 
@@ -224,63 +187,83 @@ class TaskSandbox:
         remove(self.paths.trial_dir)
 
 
-def made(
-    task: Task,
-    paths: TrialPaths,
-    containers: Containers,
-    *,
-    sandbox: str,
-    network: str,
-    options: Mapping[str, Any],
-) -> TaskSandbox:
-    """A sandbox of a task, not started yet; raises what Harbor raises if it cannot be."""
-    config = task.config.environment.model_copy(deep=True)
-    policy = config.resolve_baseline()
-    if network == "none":
-        policy = NetworkPolicy(network_mode=NetworkMode.NO_NETWORK)
-    here = (paths.agent_dir, paths.verifier_dir, paths.artifacts_dir)
-    given: dict[str, Any] = {
-        "environment_dir": task.paths.environment_dir,
-        "environment_name": task.short_name,
-        "session_id": paths.trial_dir.name,
-        "trial_paths": paths,
-        "task_env_config": config,
-        "network_policy": policy,
-        "logger": logger,
-        "auto_mounts": [
-            {"type": "bind", "source": str(source), "target": str(target)}
-            for source, target in zip(here, _LOGS, strict=True)
-        ],
-        **options,
-    }
-    kind = sandbox_of(sandbox)
-    if kind is None:
-        return TaskSandbox(task, ContainerSandbox(containers=containers, **given), paths)
-    return TaskSandbox(task, EnvironmentFactory.create_environment(kind, **given), paths)
-
-
 class SandboxPool:
-    """Starts sandboxes, some of them early for the next rollout of a task, and removes them.
+    """Reads tasks, starts sandboxes, and removes them. `ahead` is the number of those that are
+    started early, for the next rollout of a task, when none is waited for."""
 
-    Args:
-        make: Makes the sandbox of a task, which is then started.
-        ahead: Number of sandboxes that are started before they are needed, when none is waited for.
-    """
+    def __init__(
+        self,
+        engine: ContainerEngine,
+        *,
+        sandbox: str,
+        network: str,
+        options: Mapping[str, Any],
+        ahead: int,
+    ) -> None:
+        self._engine, self._kind = engine, sandbox_of(sandbox)
+        self._network, self._options, self._ahead = network, options, ahead
+        self.tasks: dict[str, Task] = {}
+        self._begin()
 
-    def __init__(self, make: Callable[[Task], TaskSandbox], ahead: int) -> None:
-        self._make, self._ahead = make, ahead
-        self._early: deque[tuple[Task, asyncio.Task[TaskSandbox]]] = deque()
+    def _begin(self) -> None:
+        self._folder: Path | None = None
+        self._early: dict[Task, asyncio.Task[TaskSandbox]] = {}
         self._kept: deque[TaskSandbox] = deque()
         self._live: set[TaskSandbox] = set()
         self._ending: set[asyncio.Task[None]] = set()
         self._waiting = 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Another process has its own containers."""
+        given = ("_engine", "_kind", "_network", "_options", "_ahead")
+        return {name: getattr(self, name) for name in given}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, tasks={})
+        self._begin()
+
+    def task(self, folder: str) -> Task:
+        """The task of a folder; raises ConfigError, also if its sandbox could not be made."""
+        if (known := self.tasks.get(folder)) is None:
+            known = self.tasks[folder] = loaded(Path(folder))
+            try:
+                self._made(known, TrialPaths(Path(folder)))
+            except (ValueError, RuntimeError, OSError) as error:
+                raise ConfigError(f"{known.paths.config_path}: {error}") from error
+        return known
+
+    def _made(self, task: Task, paths: TrialPaths) -> TaskSandbox:
+        """A sandbox that is not started; raises what Harbor raises if it cannot be."""
+        config = task.config.environment.model_copy(deep=True)
+        policy = config.resolve_baseline()
+        if self._network == "none":
+            policy = NetworkPolicy(network_mode=NetworkMode.NO_NETWORK)
+        here = (paths.agent_dir, paths.verifier_dir, paths.artifacts_dir)
+        given: dict[str, Any] = {
+            "environment_dir": task.paths.environment_dir,
+            "environment_name": task.short_name,
+            "session_id": paths.trial_dir.name,
+            "trial_paths": paths,
+            "task_env_config": config,
+            "network_policy": policy,
+            "logger": logger,
+            "auto_mounts": [
+                {"type": "bind", "source": str(source), "target": str(target)}
+                for source, target in zip(here, _LOGS, strict=True)
+            ],
+            **self._options,
+        }
+        if self._kind is None:
+            environment = ContainerSandbox(engine=self._engine, **given)
+        else:
+            environment = EnvironmentFactory.create_environment(self._kind, **given)
+        return TaskSandbox(task, environment, paths)
+
     async def take(self, task: Task) -> TaskSandbox:
         """A started sandbox of the task."""
-        for kept in self._kept:
-            if kept.task is task:
-                self._kept.remove(kept)
-                return kept
+        if kept := next((one for one in self._kept if one.task is task), None):
+            self._kept.remove(kept)
+            return kept
         self._waiting += 1
         try:
             sandbox = await self._started_early(task) or await self._started(task)
@@ -291,21 +274,22 @@ class SandboxPool:
         return sandbox
 
     async def _started_early(self, task: Task) -> TaskSandbox | None:
-        for found in self._early:
-            if found[0] is task:
-                self._early.remove(found)
-                try:
-                    return await asyncio.shield(found[1])
-                except asyncio.CancelledError:
-                    self._early.append(found)
-                    raise
-                except Exception as error:  # said again by the next one, if it lasts
-                    logger.info("a sandbox of %s did not start early: %s", task.name, error)
-                    return None
-        return None
+        if (started := self._early.pop(task, None)) is None:
+            return None
+        try:
+            return await asyncio.shield(started)
+        except asyncio.CancelledError:
+            self._early[task] = started
+            raise
+        except Exception as error:  # said again by the next one, if it lasts
+            logger.info("a sandbox of %s did not start early: %s", task.name, error)
+            return None
 
     async def _started(self, task: Task) -> TaskSandbox:
-        sandbox = self._make(task)
+        self._folder = self._folder or owned_folder()
+        paths = TrialPaths(self._folder / f"{task.short_name}-{os.urandom(4).hex()}")
+        paths.mkdir()
+        sandbox = self._made(task, paths)
         self._live.add(sandbox)
         seconds = task.config.environment.build_timeout_sec
         try:
@@ -323,11 +307,11 @@ class SandboxPool:
         return sandbox
 
     def _start_early(self, task: Task) -> None:
-        if any(waiting is task for waiting, _ in self._early):
+        if task in self._early:
             return
         while len(self._early) >= self._ahead:
-            self._early.popleft()[1].add_done_callback(self._drop_started)
-        self._early.append((task, asyncio.ensure_future(self._started(task))))
+            self._early.pop(next(iter(self._early))).add_done_callback(self._drop_started)
+        self._early[task] = asyncio.ensure_future(self._started(task))
 
     def _drop_started(self, started: asyncio.Task[TaskSandbox]) -> None:
         if not started.cancelled() and started.exception() is None:
@@ -352,16 +336,20 @@ class SandboxPool:
         ending.add_done_callback(self._ending.discard)
 
     async def close(self) -> None:
-        """Remove all sandboxes."""
+        """Remove all sandboxes and folders."""
         loop = asyncio.get_running_loop()
-        early = [started for _, started in self._early if started.get_loop() is loop]
+        early = [one for one in self._early.values() if one.get_loop() is loop]
         for started in early:
             started.cancel()
         await asyncio.gather(*early, return_exceptions=True)
-        ending = [task for task in self._ending if task.get_loop() is loop]
+        ending = [one for one in self._ending if one.get_loop() is loop]
         stopping = [sandbox.stop() for sandbox in self._live]
-        self._live.clear()
+        folder = self._folder
+        self._begin()
         await asyncio.gather(*ending, *stopping, return_exceptions=True)
+        await self._engine.close()
+        if folder is not None:
+            remove(folder)
 
 
 async def run_harbors_agent(
@@ -420,12 +408,6 @@ def tests_said(sandbox: TaskSandbox) -> str | None:
     if not path.is_file() or path.is_symlink():
         return None
     return path.read_text("utf-8", "replace").strip()[-_FEEDBACK:] or None
-
-
-def networked(tasks: Iterable[Task]) -> list[str]:
-    """Names of the tasks that have a network in Harbor."""
-    modes = {task.name: task.config.environment.network_mode for task in tasks}
-    return [name for name, mode in modes.items() if mode != NetworkMode.NO_NETWORK]
 
 
 def loaded(folder: Path) -> Task:

@@ -11,36 +11,29 @@ both.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import logging
-import os
 import shlex
 import tempfile
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import openai
-
-from tuner.encoding import displayable
-from tuner.environments.containers import ContainerLimits, owned_folder
-from tuner.environments.program import filled, model_variables
+from tuner.environments.containers import ContainerEngine, ContainerLimits
+from tuner.environments.conversation import Conversation, function_tool
+from tuner.environments.program import filled, limits_of, model_variables, values_of
 from tuner.errors import ConfigError, ProgramError, RewardError
-from tuner.rewards.sandbox import remove
 from tuner.runs.environment import Environment
-from tuner.tasks.functions import JudgeOutput, WorkflowOutput, shown
+from tuner.tasks.functions import JudgeOutput, WorkflowOutput, called, shown
 from tuner.tasks.loading import function_of
 
 if TYPE_CHECKING:
     from harbor.environments.base import BaseEnvironment, ExecResult
-    from harbor.models.task.task import Task
-    from harbor.models.trial.paths import TrialPaths
 
-    from tuner.environments.harbor_sandbox import Containers, SandboxPool, TaskSandbox
+    from tuner.environments.harbor_sandbox import TaskSandbox
 
 logger = logging.getLogger("tuner.environments")
 LIMITS = ContainerLimits(cpus=1, memory_mb=2048, disk_mb=10240)
@@ -91,17 +84,6 @@ _PROMPT = (
 )
 
 
-def _tool(name: str, description: str, properties: Mapping[str, Any]) -> dict[str, Any]:
-    parameters = {
-        "type": "object",
-        "properties": properties,
-        "required": [*properties],
-        "additionalProperties": False,
-    }
-    function = {"name": name, "description": description, "parameters": parameters}
-    return {"type": "function", "function": function}
-
-
 class TerminalAgent:
     """An agent with two tools, `bash` and `submit`.
 
@@ -125,38 +107,36 @@ class TerminalAgent:
     ) -> None:
         self.turns, self.shown, self._prompt = turns, shown, prompt
         command = {"type": "string"} if commands is None else {"enum": [*commands]}
-        tools = {
+        given = {
             "bash": ("Run a command and return its output.", {"command": command}),
             "submit": ("Say that the task is done.", {}),
         }
-        self._fixed = {"tools": [_tool(name, *tool) for name, tool in tools.items()]}
-        self._fixed |= request or {}
+        tools = [
+            function_tool(
+                name,
+                description,
+                {"type": "object", "properties": fields}
+                | {"required": [*fields], "additionalProperties": False},
+            )
+            for name, (description, fields) in given.items()
+        ]
+        self._request = {"tools": tools, **(request or {})}
 
     async def __call__(self, task: dict[str, Any], terminal: Terminal, model: Any) -> str:
         """Work on a task; returns its last words."""
-        messages = [{"role": "user", "content": task["instruction"]}]
-        if self._prompt:
-            messages.insert(0, {"role": "system", "content": self._prompt})
+        conversation = Conversation(model, self._prompt, **self._request)
+        conversation.tell(task["instruction"])
         said = ""
-        for turn in range(self.turns):
-            try:
-                reply = await model.client.chat.completions.create(
-                    model=model.model_name, messages=messages, **self._fixed
-                )
-            except openai.BadRequestError as error:
-                if error.code != "context_length_exceeded" or not turn:
-                    raise
+        while conversation.turns < self.turns:
+            if (message := await conversation.answer(until_full=True)) is None:
                 break
-            message = reply.choices[0].message
             said = message.content or said
-            messages.append(message.model_dump(exclude_none=True))
             if not message.tool_calls:
                 break
             for call in message.tool_calls:
                 if call.function.name == "submit":
                     return said
-                told = await self._told(call.function, terminal)
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": told})
+                conversation.tell_result(call, await self._told(call.function, terminal))
         return said
 
     async def _told(self, function: Any, terminal: Terminal) -> str:
@@ -174,23 +154,14 @@ class TerminalAgent:
         return f"{text}\nexit status {done.return_code}" if done.return_code else text
 
 
-# The environment.
-
-
 @dataclass
 class HarborOutput:
-    """The response of a rollout: what its agent said, and its sandbox, which the judge looks into.
-
-    Attributes:
-        said: The agent's last words.
-        sandbox: None once it was judged.
-        failure: Why the judge could not, which it says again.
-        unjudged: Removes the sandbox of a response that is dropped.
-    """
+    """The response of a rollout: what its agent said, and its sandbox, for the judge."""
 
     said: str
-    sandbox: TaskSandbox | None = field(repr=False)
-    failure: RewardError | None = None
+    sandbox: TaskSandbox | None = field(repr=False)  # None once it was judged
+    failure: RewardError | None = None  # why it could not be, which is said again
+    # Removes the sandbox of a response that is dropped.
     unjudged: weakref.finalize[..., Any] | None = field(default=None, repr=False)
 
     def get_text_content(self) -> str:
@@ -246,35 +217,26 @@ class Harbor(Environment):
 
         if network not in ("none", "task"):
             raise ConfigError(f"network is {network!r}: expected 'none', or 'task'")
-        self._network, self._ahead, self._reward = network, ahead, reward
-        self._command_seconds = command_seconds
+        self._reward, self._command_seconds = reward, command_seconds
         self._agent_options = dict(agent_options or {})
         self._agent = self._agent_of(agent)
-        harbor_sandbox.sandbox_of(sandbox)
-        self._sandbox, self._sandbox_options = sandbox, dict(sandbox_options or {})
-        self._limits = _limits(limits)
-        self._tasks: dict[str, Task] = {}
-        self._begin()
+        self._pool = harbor_sandbox.SandboxPool(
+            ContainerEngine(limits_of(LIMITS, limits), sandbox),
+            sandbox=sandbox,
+            network=network,
+            options=dict(sandbox_options or {}),
+            ahead=ahead,
+        )
         self.train_dataset = self._rows(folder)
         self.eval_dataset = None if eval_folder is None else self._rows(eval_folder)
-        asking = harbor_sandbox.networked(self._tasks.values())
+        configs = {task.name: task.config.environment for task in self._pool.tasks.values()}
+        asking = [name for name, one in configs.items() if one.network_mode != "no-network"]
         if asking and network == "none":
             logger.warning(
                 "%d of %d tasks have a network in Harbor and none here (%s): set network to 'task' "
                 "if they need it",
-                len(asking),
-                len(self._tasks),
-                ", ".join(asking[:3]),
+                *(len(asking), len(configs), ", ".join(asking[:3])),
             )
-
-    def _begin(self) -> None:
-        self._pool: SandboxPool | None = None
-        self._containers: Containers | None = None
-        self._folder: Path | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Another process has its own containers."""
-        return {**super().__getstate__(), "_pool": None, "_containers": None, "_folder": None}
 
     def _agent_of(self, agent: Any) -> Any:
         from tuner.environments.harbor_sandbox import AGENTS
@@ -295,69 +257,23 @@ class Harbor(Environment):
 
     def _rows(self, folder: str | Path) -> list[dict[str, Any]]:
         root = Path(folder).resolve()
-        found = [root] if (root / "task.toml").is_file() else sorted(
-            path.parent for path in root.glob("*/task.toml")
-        )  # fmt: skip
+        file = root / "task.toml"
+        found = [file] if file.is_file() else sorted(root.glob("*/task.toml"))
         if not found:
             raise ConfigError(
                 f"folder is {str(folder)!r}: neither it nor a folder in it has a task.toml"
             )
-        return [self._row(path) for path in found]
-
-    def _row(self, folder: Path) -> dict[str, Any]:
-        task = self._task_in(folder)
-        return {"task": task.name, "folder": str(folder), "instruction": task.instruction}
-
-    def _task_in(self, folder: Path) -> Task:
-        from harbor.models.trial.paths import TrialPaths
-
-        from tuner.environments.harbor_sandbox import loaded
-
-        if (known := self._tasks.get(str(folder))) is None:
-            known = self._tasks[str(folder)] = loaded(folder)
-            try:
-                self._made(known, TrialPaths(folder))  # it checks what the task asks for
-            except (ValueError, RuntimeError, OSError) as error:
-                raise ConfigError(f"{folder / 'task.toml'}: {error}") from error
-        return known
-
-    def _made(self, task: Task, paths: TrialPaths) -> TaskSandbox:
-        from tuner.environments.harbor_sandbox import Containers, made
-
-        if self._containers is None:
-            kind = self._sandbox if self._sandbox in ("podman", "docker") else None
-            self._containers = Containers(kind, self._limits)
-        return made(
-            task,
-            paths,
-            self._containers,
-            sandbox=self._sandbox,
-            network=self._network,
-            options=self._sandbox_options,
-        )
-
-    def _fresh(self, task: Task) -> TaskSandbox:
-        from harbor.models.trial.paths import TrialPaths
-
-        if self._folder is None:
-            self._folder = owned_folder()
-        paths = TrialPaths(self._folder / f"{task.short_name}-{os.urandom(4).hex()}")
-        paths.mkdir()
-        return self._made(task, paths)
+        tasks = {path: self._pool.task(path) for path in (str(one.parent) for one in found)}
+        return [
+            {"task": task.name, "folder": path, "instruction": task.instruction}
+            for path, task in tasks.items()
+        ]
 
     async def workflow(self, task: dict[str, Any], model: Any) -> WorkflowOutput:
-        """Let the agent work on one task.
-
-        Raises:
-            SandboxError: Its container did not start.
-            ProgramError: The agent is a program, and failed.
-        """
-        from tuner.environments.harbor_sandbox import SandboxPool
-
-        if self._pool is None:
-            self._pool = SandboxPool(self._fresh, self._ahead)
+        """Let the agent work on one task; raises SandboxError if its container did not start, and
+        ProgramError if the agent is a program that failed."""
         pool = self._pool
-        sandbox = await pool.take(self._task_in(Path(task["folder"])))
+        sandbox = await pool.take(pool.task(task["folder"]))
         seconds = sandbox.task.config.agent.timeout_sec
         metrics = {"agent_timeout": 0.0}
         said: Any = None
@@ -383,18 +299,12 @@ class Harbor(Environment):
 
         if callable(self._agent):
             terminal = Terminal(sandbox.environment, self._command_seconds)
-            said = self._agent(task, terminal, model)
-            return await said if inspect.isawaitable(said) else said
+            return await called(self._agent, task, terminal, model)
         environment = sandbox.environment
         reaching: Any = nullcontext()
         if isinstance(environment, ContainerSandbox):
             reaching = environment.engine.reaching(environment.container, model.base_url)
-        values = displayable({name: str(value) for name, value in task.items()}) | {
-            "prompt": displayable(task["instruction"]),
-            "base_url": model.base_url,
-            "api_key": model.api_key,
-            "model": model.model_name,
-        }
+        values = values_of(task, task["instruction"], model)
         async with reaching:
             if isinstance(self._agent, str):
                 await run_harbors_agent(self._agent, self._agent_options, sandbox, values)
@@ -407,18 +317,14 @@ class Harbor(Environment):
         return (done.stdout or "").strip()
 
     async def judge(self, task: dict[str, Any], response: Any) -> JudgeOutput:
-        """The reward of the task's tests, with the end of their output as feedback.
-
-        Raises:
-            RewardError: They gave none, or the container is gone.
-            RewardTimeout: They took too long.
-        """
+        """The reward of the task's tests, with the end of their output as feedback; raises
+        RewardError if they gave none, or the container is gone, and RewardTimeout."""
         from tuner.environments.harbor_sandbox import TaskSandbox, tests_said, verified
 
         if isinstance(response, HarborOutput) and response.failure is not None:
             raise response.failure
         sandbox, pool = getattr(response, "sandbox", None), self._pool
-        if not isinstance(sandbox, TaskSandbox) or pool is None:
+        if not isinstance(sandbox, TaskSandbox):
             raise RewardError(
                 f"the response is {shown(response)}: a task's tests run in its container, which "
                 "exists only during the rollout"
@@ -438,20 +344,4 @@ class Harbor(Environment):
 
     async def close(self) -> None:
         """Remove the containers and folders."""
-        pool, containers, folder = self._pool, self._containers, self._folder
-        self._begin()
-        if pool is not None:
-            await pool.close()
-        if containers is not None:
-            await containers.close()
-        if folder is not None:
-            remove(folder)
-
-
-def _limits(given: Mapping[str, Any] | None) -> ContainerLimits:
-    try:
-        return replace(LIMITS, **(given or {}))
-    except TypeError:
-        raise ConfigError(
-            f"limits is {dict(given or {})!r}; its keys are {', '.join(vars(LIMITS))}"
-        ) from None
+        await self._pool.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from tuner.config import RunConfig
@@ -29,11 +30,12 @@ _NAME = re.compile(r"[\w-]+")
 _KEYS = ("environment", "workflow", "judge", "train_dataset", "eval_dataset")
 
 
+@dataclass
 class ScoredResponse:
     """The response of a set without a judge, and the workflow's reward."""
 
-    def __init__(self, output: WorkflowOutput) -> None:
-        self.response, self.reward = output.response, output.reward
+    response: Any
+    reward: float | None
 
     def get_text_content(self) -> str:
         """The response in readable form."""
@@ -86,33 +88,26 @@ class Mixture(Environment):
         _check(sets, weights)
         self._field = field
         self._sets = {name: _environment(name, given) for name, given in sets.items()}
-        train: list[dict[str, Any]] = []
-        held_out: dict[str, Any] = {}
+        train, held_out = list[dict[str, Any]](), dict[str, Any]()
         for name, environment in self._sets.items():
             given = sets[name] if isinstance(sets[name], Mapping) else {}
-            train += self._train(name, given.get("train_dataset", environment.train_dataset))
-            held_out |= self._held_out(name, given.get("eval_dataset", environment.eval_dataset))
+            if (rows := given.get("train_dataset", environment.train_dataset)) is None:
+                raise DatasetError(f"set {name!r} has nothing to train on: give it a train_dataset")
+            train += self._marked(name, rows)
+            rows = given.get("eval_dataset", environment.eval_dataset)
+            if isinstance(rows, Mapping):
+                held_out |= {f"{name}.{one}": self._marked(name, rows[one]) for one in rows}
+            elif rows is not None:
+                held_out[name] = self._marked(name, rows)
         self.train_dataset, self.eval_dataset = train, held_out or None
         judged = [one.judge for one in self._sets.values() if one.judge is not None]
         if any(map(judges_groups, judged)):
             raise FunctionError("a set of a mixture has a judge of whole groups: judge responses")
         if judged:
             self.judge = self._judge
-        self.settings = {
-            key: value for one in self._sets.values() for key, value in one.settings.items()
-        } | _selector(field, weights)
-
-    def _train(self, name: str, dataset: Any) -> list[dict[str, Any]]:
-        if dataset is None:
-            raise DatasetError(f"set {name!r} has nothing to train on: give it a train_dataset")
-        return self._marked(name, dataset)
-
-    def _held_out(self, name: str, dataset: Any) -> dict[str, Any]:
-        if dataset is None:
-            return {}
-        if not isinstance(dataset, Mapping):
-            return {name: self._marked(name, dataset)}
-        return {f"{name}.{inner}": self._marked(name, rows) for inner, rows in dataset.items()}
+        settings = [one.settings for one in self._sets.values()]
+        self.settings = {key: each[key] for each in settings for key in each}
+        self.settings |= _selector(field, weights)
 
     def _marked(self, name: str, dataset: Any) -> list[dict[str, Any]]:
         rows = [dict(row) for row in load_tasks(dataset, role=f"set {name!r}")]
@@ -139,16 +134,12 @@ class Mixture(Environment):
     ) -> WorkflowOutput:
         """Run the workflow of the task's set."""
         environment, row = self._of(task)
-        output = await call_workflow(
-            environment.workflow,
-            task=row,
-            model=model,
-            auxiliary_models=auxiliary_models,
-            logger=logger,
-        )
+        others = {"auxiliary_models": auxiliary_models, "logger": logger}
+        output = await call_workflow(environment.workflow, task=row, model=model, **others)
         if self.judge is None or environment.judge is not None:
             return output
-        return output.model_copy(update={"response": ScoredResponse(output)})
+        scored = ScoredResponse(output.response, output.reward)
+        return output.model_copy(update={"response": scored})
 
     async def _judge(
         self, task: dict[str, Any], response: Any, auxiliary_models: Any = None, logger: Any = None
@@ -156,19 +147,13 @@ class Mixture(Environment):
         """Call the judge of the task's set; without one, the workflow's reward counts."""
         environment, row = self._of(task)
         if environment.judge is not None:
-            return await call_judge(
-                environment.judge,
-                task=row,
-                response=response,
-                auxiliary_models=auxiliary_models,
-                logger=logger,
-            )
+            others = {"auxiliary_models": auxiliary_models, "logger": logger}
+            return await call_judge(environment.judge, task=row, response=response, **others)
         if not isinstance(response, ScoredResponse):
             raise RewardError(f"set {task[self._field]!r} has no judge to call again")
         if response.reward is None:
-            raise FunctionError(
-                f"set {task[self._field]!r} has no judge, and its workflow gave no reward"
-            )
+            name = task[self._field]
+            raise FunctionError(f"set {name!r} has no judge, and its workflow gave no reward")
         return JudgeOutput(reward=response.reward)
 
     def check_settings(self, config: RunConfig) -> None:

@@ -15,21 +15,15 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import isawaitable
 from pathlib import Path
-from typing import Any, Literal, TypeVar
-
-import openai
+from typing import Any, Literal
 
 from tuner.config import RunConfig
+from tuner.environments.conversation import Conversation, function_tool, messages
 from tuner.environments.server_process import ServerProcess
-from tuner.errors import ConfigError, FunctionError, MissingDependencyError, pip_install
+from tuner.errors import ConfigError, FunctionError, importing
 from tuner.runs.environment import Environment, seed_rows
 from tuner.tasks.functions import WorkflowOutput, in_thread, shown
 from tuner.tasks.loading import function_of
-
-# An episode of OpenEnv: the messages and tools of the model, and the effect of its answers.
-
-
-T = TypeVar("T")
 
 # The only tool of an environment whose actions have their own fields.
 ACT = "act"
@@ -41,12 +35,7 @@ _INVALID = "(code: VALIDATION_ERROR)"
 
 @dataclass(frozen=True)
 class ToolCall:
-    """Input of `action_of` when the model called a tool.
-
-    Attributes:
-        name: The tool's name.
-        arguments: The model's arguments.
-    """
+    """Input of `action_of` when the model called a tool: its name, and the model's arguments."""
 
     name: str
     arguments: dict[str, Any]
@@ -65,35 +54,19 @@ class Form:
 
 @dataclass
 class OpenEnvEpisode:
-    """A session at the server, and its state.
-
-    Attributes:
-        client: OpenEnv's, connected.
-        server: Its name in messages.
-        seconds: Time limit of an answer, for messages.
-        form: Conversion of observations and answers.
-        schema: Schema of actions; empty if the form converts answers.
-        result: Result of the last step, or of the reset.
-        rewards: Rewards of the steps that had one.
-        said: Text of the last answer.
-        turns, refused: Number of answers, and of invalid actions.
-        out_of_room: Whether it ended because no further answer fits in the context.
-    """
+    """A session at the server, and its state."""
 
     client: Any
-    server: str
+    server: str  # and the time limit of its answers, for messages
     seconds: float
     form: Form
-    schema: Mapping[str, Any] = field(default_factory=dict)
-    result: Any = None
-    rewards: list[float] = field(default_factory=list)
-    said: str = ""
-    turns: int = 0
-    refused: int = 0
-    out_of_room: bool = False
+    schema: Mapping[str, Any] = field(default_factory=dict)  # of actions, if the form has none
+    result: Any = None  # of the last step, or of the reset
+    rewards: list[float] = field(default_factory=list)  # of the steps that had one
+    said: str = ""  # the text of the last answer
+    refused: int = 0  # invalid actions
+    out_of_room: bool = False  # no further answer fits in the context
     _left: bool = False
-    _tools: list[dict[str, Any]] = field(default_factory=list)
-    _messages: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def ended(self) -> bool:
@@ -104,50 +77,41 @@ class OpenEnvEpisode:
         """Begin; arguments unknown to the server's environment are dropped."""
         self.result = await self._answered("reset", self.client.reset(**arguments))
 
-    async def begin(self, prompt: Any) -> None:
-        """Find out the agent's actions and its first messages.
-
-        Raises:
-            FunctionError: There is no first message.
-        """
-        self._tools = await self._offer()
+    async def play(self, model: Any, prompt: Any, max_turns: int) -> int:
+        """Let the model act until the end; returns the number of its answers. Raises FunctionError
+        if there is no first message."""
+        tools = await self._offer()
         told = [*messages(prompt), *messages(self.form.message_of(self.result.observation))]
         if not told:
             raise FunctionError(
                 "there is no message for the model: the environment's first observation is empty, "
                 "and the row has no `prompt`; add one to the rows, or set message_of"
             )
-        self._messages = [*messages(self.form.system_prompt, role="system"), *told]
+        offer = {"tools": tools} if tools else {}
+        conversation = Conversation(model, self.form.system_prompt, **offer)
+        conversation.tell(told)
+        names = [tool["function"]["name"] for tool in tools]
+        while not self.ended and conversation.turns < max_turns:
+            await self._turn(conversation, names)
+        return conversation.turns
 
-    async def turn(self, model: Any) -> None:
-        """Get an answer of the model, and take its steps."""
-        offer = {"tools": self._tools} if self._tools else {}
-        try:
-            reply = await model.client.chat.completions.create(
-                model=model.model_name, messages=self._messages, **offer
-            )
-        except openai.BadRequestError as error:
-            if error.code != "context_length_exceeded" or not self.turns:
-                raise
+    async def _turn(self, conversation: Conversation, tools: Sequence[str]) -> None:
+        # The results of tools are no states.
+        state = None if self._calls_tools else observation_text(self.result.observation)
+        message = await conversation.answer(state=state, until_full=True)
+        if message is None:
             self.out_of_room = True
             return
-        if not self._calls_tools:  # whose results are no states
-            for call in model.calls[-1:]:  # none if they are not recorded
-                call.state = observation_text(self.result.observation)
-        message = reply.choices[0].message
-        self.turns += 1
         self.said = message.content or ""
-        self._messages.append(message.model_dump(exclude_none=True))
-        if not self._tools:
-            self._messages += messages(await self._act(self.said))
+        if not tools:
+            conversation.tell(await self._act(self.said))
             return
         self._left = not message.tool_calls
         for call in message.tool_calls or ():
             if self.ended:
                 return
-            told = await self._call(call.function)
-            text = told if isinstance(told, str) else _json(told)
-            self._messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
+            told = await self._call(call.function, tools)
+            conversation.tell_result(call, told if isinstance(told, str) else _json(told))
 
     async def _offer(self) -> list[dict[str, Any]]:
         if self.form.tools is not None or not self.schema:
@@ -157,17 +121,18 @@ class OpenEnvEpisode:
             tools = _fields(listed.observation).get("tools")
             if not tools:
                 raise RuntimeError(f"{self.server} has actions that call tools, but lists no tool")
-            return [_tool(one["name"], one["description"], one["input_schema"]) for one in tools]
+            return [
+                function_tool(one["name"], one["description"], one["input_schema"]) for one in tools
+            ]
         if self._text_field is not None:
             return []
         fields = {**self.schema, "properties": _own_fields(self.schema)}
-        return [_tool(ACT, self.schema.get("description", ""), fields)]
+        return [function_tool(ACT, self.schema.get("description", ""), fields)]
 
-    async def _call(self, function: Any) -> Any:
-        names = [tool["function"]["name"] for tool in self._tools]
-        if function.name not in names:
+    async def _call(self, function: Any, tools: Sequence[str]) -> Any:
+        if function.name not in tools:
             self.refused += 1
-            return f"no such tool; there is {', '.join(names)}"
+            return f"no such tool; there is {', '.join(tools)}"
         try:
             arguments = json.loads(function.arguments or "{}")
         except ValueError:
@@ -204,7 +169,7 @@ class OpenEnvEpisode:
     async def _step(self, action: Any) -> Any:
         return await self._answered("step", self.client.step(action))
 
-    async def _answered(self, asked: str, answer: Awaitable[T]) -> T:
+    async def _answered(self, asked: str, answer: Awaitable[Any]) -> Any:
         from websockets.exceptions import ConnectionClosed
 
         try:
@@ -231,22 +196,13 @@ class OpenEnvEpisode:
 def observation_text(observation: Any) -> str:
     """Text of an observation: its only non-empty field if that is text, else the fields as
     JSON; empty for an empty observation."""
-    fields = {
-        name: value
-        for name, value in _fields(observation).items()
-        if value is not None and name not in ("done", "reward", "metadata")
-    }
+    given = _fields(observation).items()
+    others = ("done", "reward", "metadata")
+    fields = {name: one for name, one in given if one is not None and name not in others}
     values = list(fields.values())
     if len(values) == 1 and isinstance(values[0], str):
         return values[0]
     return _json(fields) if fields else ""
-
-
-def messages(told: Any, role: str = "user") -> list[dict[str, Any]]:
-    """A message from text; a list of messages is returned unchanged; an empty list for nothing."""
-    if isinstance(told, str) or not told:
-        return [{"role": role, "content": told}] if told else []
-    return [dict(told)] if isinstance(told, Mapping) else list(told)
 
 
 def _own_fields(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,11 +215,6 @@ def _fields(observation: Any) -> dict[str, Any]:
     if hasattr(observation, "model_dump"):
         observation = observation.model_dump()
     return observation if isinstance(observation, dict) else {"observation": observation}
-
-
-def _tool(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    function = {"name": name, "description": description, "parameters": dict(parameters)}
-    return {"type": "function", "function": function}
 
 
 def _tool_result(observation: Mapping[str, Any]) -> Any:
@@ -347,8 +298,11 @@ class OpenEnv(Environment):
         step_timeout: float = 60.0,
         folder: str | Path | None = None,
     ) -> None:
-        any_client, generic, of_tools = _clients()
-        if isinstance(url, any_client):
+        with importing("OpenEnv needs the package openenv", "openenv"):
+            from openenv.core.env_client import EnvClient
+            from openenv.core.generic_client import GenericEnvClient
+            from openenv.core.mcp_client import MCPClientBase
+        if isinstance(url, EnvClient):
             client, url = client or type(url), url._ws_url.removesuffix("/ws")
         if url is None and command is None and client is None:
             raise ConfigError(
@@ -360,9 +314,11 @@ class OpenEnv(Environment):
         self._server = None if command is None else ServerProcess(command, url=url, folder=folder)
         client = function_of(client, setting="client")
         # The client for tools reads the same answers, but drops a part of them.
-        is_of_tools = isinstance(client, type) and issubclass(client, of_tools)
-        self._client: Any = generic if client is None or is_of_tools else client
-        self._generic = isinstance(self._client, type) and issubclass(self._client, generic)
+        is_of_tools = isinstance(client, type) and issubclass(client, MCPClientBase)
+        self._client: Any = GenericEnvClient if client is None or is_of_tools else client
+        self._generic = isinstance(self._client, type) and issubclass(
+            self._client, GenericEnvClient
+        )
         self._form = Form(
             function_of(message_of, setting="message_of") or observation_text,
             function_of(action_of, setting="action_of"),
@@ -375,9 +331,7 @@ class OpenEnv(Environment):
                 f"OpenEnv's client is {name}, which has its own classes of actions: give "
                 "action_of, which makes one from text or a ToolCall, or remove client"
             )
-        self._max_turns = max_turns
-        self._reward = reward
-        self._unrewarded = unrewarded
+        self._max_turns, self._reward, self._unrewarded = max_turns, reward, unrewarded
         self._connect_timeout, self._step_timeout = connect_timeout, step_timeout
         self._schema: dict[str, Any] | None = None
         self._running = 0
@@ -387,27 +341,19 @@ class OpenEnv(Environment):
             self.eval_dataset = eval_dataset or held_out
 
     async def workflow(self, task: dict[str, Any], model: Any) -> WorkflowOutput:
-        """Run one episode.
-
-        Raises:
-            ConnectionError: The server cannot be reached, or closed the connection.
-            TimeoutError: It did not answer in time.
-            RuntimeError: The environment failed; the message is the server's.
-            FunctionError: There is no message for the model.
-        """
+        """Run one episode; errors of the connection are ConnectionError and TimeoutError, those of
+        the environment RuntimeError, with the server's message."""
         url = self._url if self._server is None else await in_thread(self._server.address)
         episode = await self._begun(url, {"episode_id": model.session.id, **task})
         self._running += 1
         try:
             if self._form.action_of is None:
                 episode.schema = await self._schema_of_actions(episode.client)
-            await episode.begin(task.get("prompt"))
-            while not episode.ended and episode.turns < self._max_turns:
-                await episode.turn(model)
+            turns = await episode.play(model, task.get("prompt"), self._max_turns)
         finally:
             self._running -= 1
             await episode.client.close()
-        return self._output(episode)
+        return self._output(episode, turns)
 
     def check_settings(self, config: RunConfig) -> None:
         """Raises ConfigError if several processes would start a server at one address."""
@@ -472,28 +418,14 @@ class OpenEnv(Environment):
             self._schema = reply.json()["action"]
         return self._schema
 
-    def _output(self, episode: OpenEnvEpisode) -> WorkflowOutput:
+    def _output(self, episode: OpenEnvEpisode, turns: int) -> WorkflowOutput:
         rewards, reward = episode.rewards, self._unrewarded
         if rewards:
             reward = sum(rewards) if self._reward == "sum" else rewards[-1]
         metrics = {
-            "turns": float(episode.turns),
+            "turns": float(turns),
             "done": float(episode.result.done),
             "refused_actions": float(episode.refused),
             "out_of_room": float(episode.out_of_room),
         }
         return WorkflowOutput(reward=reward, response=episode.said, metrics=metrics)
-
-
-def _clients() -> tuple[type[Any], type[Any], type[Any]]:
-    """OpenEnv's class of all clients, the one with dicts, and the one with tools."""
-    try:
-        from openenv.core.env_client import EnvClient
-        from openenv.core.generic_client import GenericEnvClient
-        from openenv.core.mcp_client import MCPClientBase
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"OpenEnv needs the package openenv, which cannot be imported ({error}): "
-            f"{pip_install('openenv')}"
-        ) from error
-    return EnvClient, GenericEnvClient, MCPClientBase

@@ -15,178 +15,36 @@ import hashlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
-import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from tuner.encoding import displayable
-from tuner.errors import ConfigError, MissingDependencyError, ProgramError
-from tuner.rewards.sandbox import Limits, ProgramResult, remove, run
+from tuner.encoding import DISPLAY_ERRORS, displayable
+from tuner.environments.containers import ContainerEngine, ContainerLimits, owned_folder
+from tuner.errors import ConfigError, ProgramError
+from tuner.rewards.sandbox import Limits, ProgramResult, finished, remove, run
+from tuner.runs.directory import outside_event_loop
 from tuner.runs.environment import Environment
 from tuner.tasks.functions import WorkflowOutput, shown
 from tuner.tasks.loading import load_function
 
-# A program in a container, by docker or podman: the same limits, the image's own files.
-
-
-# Variables by which their clients find the service.
-_CLIENTS = (
-    *("HOME", "DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_CERT_PATH"),
-    *("DOCKER_TLS_VERIFY", "CONTAINER_HOST", "XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS"),
-)
-_PATIENCE = 30.0
-"""Time limit in seconds for requests to the service other than rollouts."""
-
-
-@dataclass(frozen=True)
-class Container:
-    """Runs programs in an image.
-
-    Attributes:
-        image: Its name.
-        engine: The client's executable.
-    """
-
-    image: str
-    engine: str
-
-    @classmethod
-    def of(cls, image: str) -> Container:
-        """A runner of this image on this machine.
-
-        Raises:
-            MissingDependencyError: There is neither docker nor podman, its service does not answer,
-                or
-                it does not have the image.
-        """
-        found = {kind: shutil.which(kind) for kind in ("docker", "podman")}
-        refused = []
-        for kind, engine in found.items():
-            if engine is None:
-                refused.append(f"{kind} is not installed")
-                continue
-            if problem := _asked(engine, "info"):
-                refused.append(f"{kind} is installed, but its service does not answer: {problem}")
-                continue
-            if _asked(engine, "image", "inspect", image):
-                refused.append(f"{kind} does not have it: {kind} pull {image}")
-                continue
-            return cls(image, engine)
-        raise MissingDependencyError(f"image is {image!r}: {'; '.join(refused)}")
-
-    @property
-    def kind(self) -> str:
-        """ "docker" or "podman"."""
-        return Path(self.engine).name
-
-    async def run(
-        self,
-        command: Sequence[str],
-        *,
-        folder: Path,
-        stdin: str | None,
-        environment: Mapping[str, str],
-        limits: Limits,
-    ) -> ProgramResult:
-        """See `sandbox.run`; in a new container, which is removed."""
-        name = f"tuner-{uuid.uuid4().hex}"
-        own = {key: os.environ[key] for key in _CLIENTS if key in os.environ}
-        words = self._words(name, folder, stdin is not None, environment, limits)
-        try:
-            finished = await run(
-                [*words, self.image, *command],
-                folder=folder,
-                stdin=stdin,
-                environment=own | dict(environment),
-                limits=limits,
-                isolation="process",
-            )
-            # 128 plus SIGKILL: only the service knows whether memory was the reason.
-            if finished.status == 137 and await self._ended_for_memory(name):
-                return replace(finished, status=None, ended="memory")
-            return finished
-        finally:
-            await asyncio.shield(asyncio.ensure_future(self._call("rm", "--force", name)))
-
-    def _words(
-        self, name: str, folder: Path, fed: bool, environment: Mapping[str, str], limits: Limits
-    ) -> list[str]:
-        mib, block = f"{limits.memory_mb}m", limits.disk_mb * 2**20
-        words = [self.engine, "run", "--name", name, "--init", "--network", "host"]
-        words += ["--memory", mib, "--memory-swap", mib, "--pids-limit", str(limits.processes)]
-        words += ["--ulimit", f"fsize={block}", "--ulimit", "core=0", "--cap-drop", "ALL"]
-        words += ["--security-opt", "no-new-privileges", "--user", f"{os.getuid()}:{os.getgid()}"]
-        words += ["--read-only", "--tmpfs", f"/tmp:rw,size={limits.disk_mb}m", "--env", "HOME=/tmp"]
-        words += ["--volume", f"{folder}:{folder}", "--workdir", str(folder)]
-        if self.kind == "podman" and os.getuid():
-            words += ["--userns", "keep-id"]
-        if fed:
-            words.append("--interactive")
-        for variable in environment:  # values stay out of the list of processes
-            words += ["--env", variable]
-        return words
-
-    async def _ended_for_memory(self, name: str) -> bool:
-        return await self._call("inspect", "--format", "{{.State.OOMKilled}}", name) == "true"
-
-    async def _call(self, *arguments: str) -> str:
-        process = await asyncio.create_subprocess_exec(
-            self.engine,
-            *arguments,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            said, _ = await asyncio.wait_for(process.communicate(), _PATIENCE)
-        except TimeoutError:
-            return ""
-        finally:
-            with suppress(ProcessLookupError):
-                if process.returncode is None:
-                    process.kill()
-        return said.decode(errors="replace").strip()
-
-
-def _asked(engine: str, *arguments: str) -> str:
-    """The problem with a client's command; empty if there is none."""
-    try:
-        done = subprocess.run(
-            [engine, *arguments],
-            capture_output=True,
-            text=True,
-            timeout=_PATIENCE,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    return (done.stderr.strip() or f"it ended with {done.returncode}") if done.returncode else ""
-
-
-# Working folders of programs: each rollout's is copied from a template, and removed after it.
-
-
-_SHOWN_BYTES = 1_000_000
-"""A larger file is not compared line by line."""
+T = TypeVar("T")
+_SHOWN_BYTES = 1_000_000  # a larger file is not compared line by line
 
 
 class Workspaces:
-    """Creates folders from templates, and removes them.
+    """Creates folders from templates, below `within` if that exists, and removes them.
 
     A template is read once: changes to it during the run have no effect.
-
-    Args:
-        within: Their parent folder on this machine. None: a temporary one.
     """
 
     def __init__(self, within: Path | None = None) -> None:
@@ -204,21 +62,16 @@ class Workspaces:
 
     def _made(self) -> Path:
         if self._root is None:
-            within = self._within if self._within is not None and self._within.is_dir() else None
-            self._root = Path(tempfile.mkdtemp(prefix="tuner-program-", dir=within))
+            if self._within is not None and self._within.is_dir():
+                self._root = Path(tempfile.mkdtemp(dir=self._within))
+            else:
+                self._root = owned_folder()
             weakref.finalize(self, remove, self._root)
         return self._root
 
     def new(self, template: str | None, commit: str | None) -> tuple[Path, Path | None]:
-        """A folder for one rollout, and what it was made from.
-
-        Args:
-            template: A folder, or a git repository if `commit` is given; None: it is empty.
-            commit: Anything that git can check out.
-
-        Raises:
-            ConfigError: There is no such template.
-        """
+        """A folder for one rollout, and what it was made from: nothing, a folder, or a commit of a
+        git repository. Raises ConfigError."""
         with self._lock:
             folder = self._made() / f"{next(self._numbers):06d}"
             before = None if template is None else self._read(template, commit)
@@ -257,11 +110,7 @@ class Workspaces:
 
 
 def check_template(template: str, commit: str | None) -> None:
-    """Check that a template exists; repositories on other machines are not checked.
-
-    Raises:
-        ConfigError: It does not exist.
-    """
+    """Raise ConfigError if a template does not exist; other machines' are not checked."""
     if commit is not None and ("://" in template or "@" in template):
         return
     if not os.path.isdir(template):
@@ -316,48 +165,41 @@ def files_in(folder: Path) -> Iterator[str]:
 
 
 def difference(before: Path | None, given: Mapping[str, str], after: Path) -> str:
-    """The changes in a folder, as a unified diff.
-
-    Args:
-        before: Its template; None: it was empty.
-        given: Texts of the files that were added, by name.
-        after: The folder.
-    """
+    """The changes in a folder since its template and the files given by name, as a unified
+    diff."""
     old = {name: before / name for name in files_in(before)} if before else {}
     new = {name: after / name for name in files_in(after)}
     compared = []
     for name in sorted({*old, *new, *given}):
-        was = _short(given[name].encode()) if name in given else _bytes_of(old.get(name))
-        compared.append(_compared(name, was, _bytes_of(new.get(name))))
+        was = given[name].encode() if name in given else old.get(name)
+        compared.append(_compared(name, _shown(was), _shown(new.get(name))))
     return "".join(compared)
 
 
-def _short(text: bytes) -> bytes:
-    return text if len(text) <= _SHOWN_BYTES else b"\0" + hashlib.sha256(text).digest()
-
-
-def _bytes_of(path: Path | None) -> bytes | None:
-    """The content of a file; for a large one only a digest, since a program may fill the disk."""
-    if path is None:
-        return None
-    if path.stat().st_size <= _SHOWN_BYTES:
-        return path.read_bytes()
-    with path.open("rb") as file:
-        return b"\0" + hashlib.file_digest(file, "sha256").digest()
+def _shown(content: Path | bytes | None) -> bytes | None:
+    """A content, or that of a file; of a large one only a digest, since a program may fill the
+    disk."""
+    if isinstance(content, Path):
+        if content.stat().st_size > _SHOWN_BYTES:
+            with content.open("rb") as file:
+                return b"\0" + hashlib.file_digest(file, "sha256").digest()
+        return content.read_bytes()
+    if content is not None and len(content) > _SHOWN_BYTES:
+        return b"\0" + hashlib.sha256(content).digest()
+    return content
 
 
 def _compared(name: str, old: bytes | None, new: bytes | None) -> str:
     if old == new:
         return ""
     titles = (
-        ("/dev/null" if old is None else f"a/{name}"),
-        ("/dev/null" if new is None else f"b/{name}"),
+        "/dev/null" if old is None else f"a/{name}",
+        "/dev/null" if new is None else f"b/{name}",
     )
-    both = [old or b"", new or b""]
     try:
-        if any(b"\0" in text for text in both):
+        if b"\0" in (old or b"") or b"\0" in (new or b""):
             raise ValueError("it is no text")
-        was, now = (text.decode().splitlines(keepends=True) for text in both)
+        was, now = ((text or b"").decode().splitlines(keepends=True) for text in (old, new))
     except ValueError:
         return f"Binary files {titles[0]} and {titles[1]} differ\n"
     return "".join(
@@ -374,6 +216,10 @@ _ENDED = {
     "disk": "filled more of the disk than {0.disk_mb} MiB (limits.disk_mb)",
     "processes": "ran more processes than {0.processes} (limits.processes)",
 }
+_PULL_SECONDS = 1800.0
+_IDLE = 2  # processes of a container besides the program's
+_CLIENT = {"memory_mb": 4096, "processes": 64}  # limits of the client, which is outside of it
+_KILLED = 128 + signal.SIGKILL
 _URLS = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "LLM_BASE_URL")
 _KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN", "LLM_API_KEY")
 _MODELS = (
@@ -449,7 +295,8 @@ class Program(Environment):
             is not judged.
         isolation: "bubblewrap", "process", or "auto".
         readable: Additional files and folders that it may read in bubblewrap.
-        image: A container image to run it in, by docker or podman.
+        image: A container image to run it in, by podman or docker; pulled if it is missing.
+        network: Its container's: "none", in which it reaches the model only, or "host".
         keep: Folder to which the folders of failed rollouts are moved; None: they are removed.
 
     Raises:
@@ -474,13 +321,14 @@ class Program(Environment):
         isolation: Literal["auto", "bubblewrap", "process"] = "auto",
         readable: Sequence[str | Path] = (),
         image: str | None = None,
+        network: Literal["none", "host"] = "none",
         keep: str | Path | None = None,
     ) -> None:
         _check_command(command, prompt)
         if isinstance(judge, str):
             judge = load_function(judge, setting="judge")
         self.judge, self.train_dataset, self.eval_dataset = judge, train_dataset, eval_dataset
-        self.limits = _limits(limits)
+        self.limits = limits_of(LIMITS, limits)
         self._command, self._prompt, self._prompt_key = list(command), prompt, prompt_key
         self._template = None if template is None else os.fspath(template)
         self._commit, self._statuses, self._isolation = commit, statuses, isolation
@@ -491,53 +339,53 @@ class Program(Environment):
             raise ConfigError("commit is set without template: name the repository there")
         if template is not None and "{" not in f"{self._template}{commit}":
             check_template(str(self._template), commit)
-        self._container = None if image is None else Container.of(image)
+        if network not in ("none", "host"):
+            raise ConfigError(f"network is {network!r}: expected 'none' or 'host'")
         self._workspaces = Workspaces()
+        self._image, self._network = image, network
+        limited = {"memory_mb": self.limits.memory_mb, "processes": self.limits.processes + _IDLE}
+        self._engine = ContainerEngine(ContainerLimits(**limited))
+        if image is not None:  # fails here if it cannot be run
+            outside_event_loop(lambda: asyncio.run(self._try_image(image)))
+
+    async def _try_image(self, image: str) -> None:
+        await self._engine.need(image, lambda: self._engine.pull(image, seconds=_PULL_SECONDS))
+        await self._engine.close()
 
     async def workflow(self, task: dict[str, Any], model: Any) -> WorkflowOutput:
-        """Run the program on one task.
-
-        Raises:
-            ProgramError: It could not be started, was ended at a limit, or failed.
-        """
-        values = displayable({name: str(value) for name, value in task.items()}) | {
-            "prompt": displayable(str(task[self._prompt_key])),
-            "base_url": model.base_url,
-            "api_key": model.api_key,
-            "model": model.model_name,
-        }
-        template, commit = (
-            None if text is None else filled(text, values)
-            for text in (self._template, self._commit)
-        )
+        """Run the program on a task; raises ProgramError if it failed, or was ended at a limit."""
+        values = values_of(task, task[self._prompt_key], model)
+        given = (self._template, self._commit)
+        template, commit = (text if text is None else filled(text, values) for text in given)
         folder, before = await asyncio.to_thread(self._workspaces.new, template, commit)
         try:
-            finished = await self._finished(folder, values)
-            self._check(finished)
+            ended = await self._run(folder, values)
+            self._check(ended)
         except BaseException as error:
             kept = self._give_up(folder, model)
             if kept is not None and isinstance(error, ProgramError):
                 raise type(error)(f"{error}; its folder is kept in {kept}") from None
             raise
-        assert finished.status is not None
+        assert ended.status is not None
         output = ProgramOutput(
-            status=finished.status,
-            stdout=finished.stdout,
-            stderr=finished.stderr,
-            seconds=finished.seconds,
-            isolation=self._container.kind if self._container else finished.isolation,
+            status=ended.status,
+            stdout=ended.stdout,
+            stderr=ended.stderr,
+            seconds=ended.seconds,
+            isolation=ended.isolation,
             folder=folder,
             _before=before,
             _given=self._given(values),
         )
         weakref.finalize(output, self._workspaces.remove, folder).atexit = False
-        return WorkflowOutput(response=output, metrics={"program_seconds": finished.seconds})
+        return WorkflowOutput(response=output, metrics={"program_seconds": ended.seconds})
 
     async def close(self) -> None:
-        """Remove the remaining folders."""
+        """Remove the remaining folders and containers."""
+        await self._engine.close()
         await asyncio.to_thread(self._workspaces.close)
 
-    async def _finished(self, folder: Path, values: Mapping[str, str]) -> ProgramResult:
+    async def _run(self, folder: Path, values: Mapping[str, str]) -> ProgramResult:
         for name, text in self._given(values).items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text, encoding="utf-8")
@@ -546,34 +394,67 @@ class Program(Environment):
         environment = model_variables(values) | {
             name: filled(value, values) for name, value in self._environment.items()
         }
-        if self._container is not None:
-            return await self._container.run(
-                command, folder=folder, stdin=stdin, environment=environment, limits=self.limits
+        given = {"folder": folder, "stdin": stdin, "gateway": values["base_url"]}
+        if self._image is not None:
+            return await self._contained(command, environment=environment, **given)
+        own = {"isolation": self._isolation, "readable": self._readable}
+        return await run(command, environment=environment, limits=self.limits, **given, **own)
+
+    async def _contained(
+        self,
+        command: list[str],
+        environment: dict[str, str],
+        folder: Path,
+        stdin: Any,
+        gateway: str,
+    ) -> ProgramResult:
+        """Run it in a new container, which is removed."""
+        engine, image, size = self._engine, str(self._image), self.limits.disk_mb
+        await engine.need(image, lambda: engine.pull(image, seconds=_PULL_SECONDS))
+        options = [f"--network={self._network}", "--read-only", f"--tmpfs=/tmp:rw,size={size}m"]
+        options += ["--cap-drop=ALL", "--security-opt=no-new-privileges"]
+        options += [f"--ulimit=fsize={size * 2**20}", f"--user={os.getuid()}:{os.getgid()}"]
+        if engine.kind == "podman" and os.getuid():
+            options.append("--userns=keep-id")
+        # A file, since a client that passes on its own input loses output when that ends.
+        with tempfile.NamedTemporaryFile(dir=folder.parent) as given:
+            given.write((stdin or "").encode(errors=DISPLAY_ERRORS))
+            given.flush()
+            options += [f"--volume={folder}:{folder}", f"--volume={given.name}:{given.name}:ro"]
+            name = await engine.create(image, engine.default, options=options)
+            words = ["sh", "-c", 'exec "$@" <"$0"', given.name, *command]
+            words, variables = engine.exec_words(
+                name, words, environment={"HOME": "/tmp", **environment}, workdir=str(folder)
             )
-        return await run(
-            command,
-            folder=folder,
-            stdin=stdin,
-            environment=environment,
-            limits=self.limits,
-            gateway=values["base_url"],
-            isolation=self._isolation,
-            readable=self._readable,
-        )
+            inside = self._network == "none"
+            try:
+                async with engine.reaching(name, gateway) if inside else nullcontext():
+                    ended = await run(
+                        [engine.program, *engine.options, *words],
+                        folder=folder,
+                        environment=os.environ | variables,
+                        limits=replace(self.limits, **_CLIENT),
+                        isolation="process",
+                    )
+                if ended.status == _KILLED and await engine.out_of_memory(name):
+                    ended = replace(ended, status=None, ended="memory")
+                return replace(ended, isolation=engine.kind)
+            finally:
+                await finished(engine.remove(name))
 
     def _given(self, values: Mapping[str, str]) -> dict[str, str]:
         """Files for the program besides those of its template."""
         kind, _, name = self._prompt.partition(":")
         return {os.path.normpath(name): values["prompt"]} if kind == "file" else {}
 
-    def _check(self, finished: ProgramResult) -> None:
+    def _check(self, ended: ProgramResult) -> None:
         """Raise ProgramError if it did not end as it should."""
         name = self._command[0]
-        if finished.ended != "exited":
-            raise ProgramError(f"{name} {_ENDED[finished.ended].format(self.limits)}")
-        if self._statuses is not None and finished.status not in self._statuses:
-            complaint = (finished.stderr or finished.stdout).strip()[-1000:]
-            raise ProgramError(f"{name} ended with {finished.status}: {complaint}")
+        if ended.ended != "exited":
+            raise ProgramError(f"{name} {_ENDED[ended.ended].format(self.limits)}")
+        if self._statuses is not None and ended.status not in self._statuses:
+            complaint = (ended.stderr or ended.stdout).strip()[-1000:]
+            raise ProgramError(f"{name} ended with {ended.status}: {complaint}")
 
     def _give_up(self, folder: Path, model: Any) -> Path | None:
         """Remove the folder of a failed rollout, or keep it if configured; returns where it is
@@ -588,12 +469,18 @@ class Program(Environment):
         return Path(shutil.move(folder, self._keep / name))
 
 
-def model_variables(values: Mapping[str, str]) -> dict[str, str]:
-    """The variables by which programs find the model: OpenAI's, Anthropic's and those of CLIs.
+def values_of(task: Mapping[str, Any], prompt: Any, model: Any) -> dict[str, str]:
+    """What `filled` fills in: the task's fields, its prompt, and the model."""
+    return displayable({name: str(value) for name, value in task.items()}) | {
+        "prompt": displayable(str(prompt)),
+        "base_url": model.base_url,
+        "api_key": model.api_key,
+        "model": model.model_name,
+    }
 
-    Args:
-        values: `base_url`, `api_key` and `model`.
-    """
+
+def model_variables(values: Mapping[str, str]) -> dict[str, str]:
+    """The variables by which programs find the model: OpenAI's, Anthropic's and those of CLIs."""
     without_version = values["base_url"].removesuffix("/v1")  # Anthropic's clients add it
     return {
         **dict.fromkeys(_URLS, values["base_url"]),
@@ -628,13 +515,14 @@ def _check_command(command: Any, prompt: str) -> None:
         )
 
 
-def _limits(given: Limits | Mapping[str, Any] | None) -> Limits:
-    if given is None or isinstance(given, Limits):
-        return given or LIMITS
-    known = vars(LIMITS)
+def limits_of(default: T, given: Any) -> T:
+    """Limits with some replaced by a mapping, or those given instead; raises ConfigError."""
+    if isinstance(given, type(default)):
+        return given
+    given, known = dict(given or {}), vars(default)
     if wrong := [name for name in given if name not in known]:
         raise ConfigError(f"limits has no {wrong[0]!r}; there are {', '.join(known)}")
     try:
-        return replace(LIMITS, **given)
+        return replace(default, **given)  # type: ignore[type-var]  # a dataclass
     except (TypeError, ValueError) as error:
         raise ConfigError(f"limits: {error}") from None

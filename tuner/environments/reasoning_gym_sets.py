@@ -9,7 +9,8 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
-from tuner.errors import ConfigError, FunctionError, MissingDependencyError, pip_install
+from tuner.environments.conversation import Conversation
+from tuner.errors import ConfigError, FunctionError, importing
 from tuner.rewards import in_process
 from tuner.runs.environment import HELD_OUT, Environment, near
 from tuner.tasks.functions import (
@@ -59,14 +60,9 @@ class ReasoningGym(Environment):
         train_tasks: int = 1024,
         eval_tasks: int = 64,
     ) -> None:
-        try:
+        with importing("sets of reasoning_gym need the package reasoning_gym", "reasoning-gym"):
             from reasoning_gym.factory import DATASETS
             from reasoning_gym.utils import SYSTEM_PROMPTS
-        except ImportError as error:
-            raise MissingDependencyError(
-                f"sets of reasoning_gym need the package reasoning_gym, which cannot be imported "
-                f"({error}): {pip_install('reasoning-gym')}"
-            ) from error
         if name not in (known := DATASETS.keys() - {"composite"}):  # a mixture of ours is one
             raise ConfigError(f"reasoning_gym has no set {name!r}{near(name, known)}")
         own = {one.name for one in fields(DATASETS[name][1])} - {"seed", "size"}
@@ -145,13 +141,9 @@ class ReasoningGym(Environment):
         return await call_workflow(self._agent, task=task, model=model, **others)
 
     async def _ask(self, task: dict[str, Any], model: Any) -> str:
-        messages = [{"role": "user", "content": task["question"]}]
-        if self._system_prompt is not None:
-            messages.insert(0, {"role": "system", "content": self._system_prompt})
-        completion = await model.client.chat.completions.create(
-            model=model.model_name, messages=messages
-        )
-        return completion.choices[0].message.content or ""
+        conversation = Conversation(model, self._system_prompt)
+        conversation.tell(task["question"])
+        return (await conversation.answer()).content or ""
 
     async def judge(self, task: dict[str, Any], response: Any) -> JudgeOutput:
         """The set's score of the answer in the response."""

@@ -18,10 +18,8 @@ from typing import IO, Any
 
 from tuner.errors import ConfigError
 
-START_SECONDS = 180.0
-"""Maximum seconds until a server answers."""
-STOP_SECONDS = 5.0
-"""Maximum seconds until it ends by itself."""
+START_SECONDS = 180.0  # until a server answers
+STOP_SECONDS = 5.0  # until it ends by itself
 _SHOWN = 500
 # Its standard input ends when this process ends, in any way; then its group is killed.
 _WATCHED = 'exec 3<&0 </dev/null; (read _ <&3; kill -KILL 0) & exec "$@" 3<&-'
@@ -30,14 +28,9 @@ _WATCHED = 'exec 3<&0 </dev/null; (read _ <&3; kill -KILL 0) & exec "$@" 3<&-'
 class ServerProcess:
     """Starts a server when its address is first needed, and again if it has ended.
 
-    Args:
-        command: Its arguments; `{port}` in them is a free port of loopback. Programs of this
-            Python's environment are found before others.
-        url: Its address; None: on that port.
-        folder: Its working directory. None: the current one.
-
-    Raises:
-        ConfigError: Its address would be unknown.
+    `{port}` in its command is a free port of loopback, which is its address if `url` is None.
+    Programs of this Python's environment are found before others. Raises ConfigError if its address
+    would be unknown.
     """
 
     def __init__(
@@ -53,7 +46,7 @@ class ServerProcess:
             )
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._said: IO[bytes] | None = None
+        self._said: IO[bytes]
         self._address = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -61,11 +54,8 @@ class ServerProcess:
         return made, (self._command,)  # another process starts one of its own
 
     def address(self) -> str:
-        """The server's address; blocks until the server answers.
-
-        Raises:
-            ConnectionError: It ended, or did not answer in time; the message has its last output.
-        """
+        """The server's address; blocks until the server answers. Raises ConnectionError, with its
+        last output, if it ended or did not answer in time."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._stop()
@@ -78,7 +68,8 @@ class ServerProcess:
             self._stop()
 
     def _start(self) -> None:
-        port = str(_free_port())
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
         self._address = self._url or f"http://127.0.0.1:{port}"
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # closed when it stops
         programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
@@ -102,25 +93,18 @@ class ServerProcess:
 
         assert self._process is not None
         until = time.monotonic() + START_SECONDS
+        problem = f"did not answer at {self._address} within {START_SECONDS:g} s"
         while time.monotonic() < until:
             if self._process.poll() is not None:
-                raise ConnectionError(
-                    f"the server {self._command[0]} ended with {self._process.returncode}: "
-                    f"{self._last_words()}"
-                )
+                problem = f"ended with {self._process.returncode}"
+                break
             with suppress(httpx.HTTPError):
                 httpx.get(f"{self._address}/health", trust_env=False, timeout=1.0)
                 return
             time.sleep(0.05)
-        raise ConnectionError(
-            f"the server {self._command[0]} did not answer at {self._address} within "
-            f"{START_SECONDS:g} s: {self._last_words()}"
-        )
-
-    def _last_words(self) -> str:
-        assert self._said is not None
         self._said.seek(max(0, self._said.seek(0, os.SEEK_END) - _SHOWN))
-        return self._said.read().decode(errors="replace").strip()
+        said = self._said.read().decode(errors="replace").strip()
+        raise ConnectionError(f"the server {self._command[0]} {problem}: {said}")
 
     def _stop(self) -> None:
         if self._process is None:
@@ -133,13 +117,5 @@ class ServerProcess:
         self._process.wait()
         assert self._process.stdin is not None
         self._process.stdin.close()
-        if self._said is not None:
-            self._said.close()
+        self._said.close()
         self._process = None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -7,13 +7,13 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from inspect import isawaitable
 from typing import Any
 
 from tuner.config import RunConfig
-from tuner.errors import ConfigError, FunctionError, MissingDependencyError, pip_install
+from tuner.environments.conversation import Conversation
+from tuner.errors import ConfigError, FunctionError, importing
 from tuner.runs.environment import Environment, near, seed_rows
-from tuner.tasks.functions import WorkflowOutput, in_thread
+from tuner.tasks.functions import WorkflowOutput, called, in_thread
 from tuner.tasks.loading import function_of
 
 # What TextArena's own agents send.
@@ -74,13 +74,8 @@ class TextArena(Environment):
         eval_tasks: int = 64,
         make_args: Mapping[str, Any] | None = None,
     ) -> None:
-        try:
+        with importing("games of TextArena need the package textarena", "textarena"):
             from textarena.envs.registration import ENV_REGISTRY
-        except ImportError as error:
-            raise MissingDependencyError(
-                f"games of TextArena need the package textarena, which cannot be imported "
-                f"({error}): {pip_install('textarena')}"
-            ) from error
         if id not in ENV_REGISTRY:
             raise ConfigError(f"TextArena has no game {id!r}{near(id, ENV_REGISTRY)}")
         if player not in (None, 0, 1):
@@ -137,32 +132,21 @@ class TextArena(Environment):
         if side not in range(self._players):
             raise FunctionError(f"the task has player {side!r}: use 0 or 1")
         game: Game = await in_thread(partial(self._game, self._players, task.get("seed")))
-        seats: list[list[dict[str, Any]]] = [[] for _ in range(self._players)]
+        seats: list[Conversation | None] = [None] * self._players
         said = ""
         while not game.done:
-            if (player := game.player) == side:
-                move = said = await self._move(model, seats[player], game)
-            elif isinstance(self._opponent, str):
-                other = (auxiliary_models or {})[self._opponent]
-                move = await self._move(other, seats[player], game)
+            player, trained = game.player, game.player == side
+            if trained or isinstance(self._opponent, str):
+                by = model if trained else (auxiliary_models or {})[self._opponent]
+                seat = None if game.whole else seats[player]
+                seats[player] = seat = seat or Conversation(by, self._system_prompt)
+                seat.tell([{"role": "user", "content": game.observation}])
+                move = (await seat.answer()).content or ""
+                said = move if trained else said
             else:
-                found = self._opponent(game.observation)
-                move = await found if isawaitable(found) else found
+                move = await called(self._opponent, game.observation)
             await in_thread(partial(game.step, move))
         return WorkflowOutput(reward=game.reward(side), response=said, metrics=game.metrics(side))
-
-    async def _move(self, model: Any, messages: list[dict[str, Any]], game: Game) -> str:
-        if game.whole:
-            messages.clear()
-        messages.append({"role": "user", "content": game.observation})
-        system = [{"role": "system", "content": self._system_prompt}]
-        completion = await model.client.chat.completions.create(
-            model=model.model_name,
-            messages=messages if self._system_prompt is None else [*system, *messages],
-        )
-        answer = completion.choices[0].message
-        messages.append(answer.model_dump(exclude_none=True))
-        return answer.content or ""
 
 
 class Game:
@@ -204,10 +188,9 @@ class Game:
         self.whole = isinstance(seen, str)
         if not self.whole:
             names = self.env.state.role_mapping
-            others = [one for one in seen if one[0] != self.player]
-            seen = "\n".join(
-                f"[{names.get(who, f'Player {who}')}] {text}" for who, text, _ in others
-            )
+            others = [(who, text) for who, text, _ in seen if who != self.player]
+            lines = [f"[{names.get(who, f'Player {who}')}] {text}" for who, text in others]
+            seen = "\n".join(lines)
         self.observation = seen
 
     @contextmanager

@@ -25,23 +25,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.config import RunConfig
-from tuner.environments.trl_config import (
-    GRPOConfig,
-    prompts_in_a_step,
-    read_config,
-    settings_of,
-)
+from tuner.environments.conversation import Conversation
+from tuner.environments.trl_config import GRPOConfig, prompts_in_a_step, read_config, settings_of
 from tuner.errors import ConfigError, DatasetError, FunctionError
 from tuner.runs.environment import Environment
 from tuner.tasks.datasets import DatasetConfig
-from tuner.tasks.functions import JudgeOutput, WorkflowOutput, in_thread, is_async, shown, unwrapped
+from tuner.tasks.functions import (
+    JudgeOutput,
+    WorkflowOutput,
+    called,
+    in_thread,
+    is_async,
+    shown,
+    unwrapped,
+)
 from tuner.tasks.loading import load_function
 
 if TYPE_CHECKING:
     from tuner.runs.result import TuneResult
-
-
-# A completion made like TRL's: from text or messages, with tools and environments.
 
 
 _NO_TOOLS = ("reset", "get_reward")
@@ -49,16 +50,9 @@ _NO_TOOLS = ("reset", "get_reward")
 
 @dataclass(frozen=True)
 class TrlCompletion:
-    """A completion as reward functions see it.
-
-    Attributes:
-        prompt: The prompt with the environment's text.
-        completion: Text for a text prompt; for messages the added messages.
-        ids: Token ids after the prompt, including tool results.
-        step: Number of weight updates so far.
-        environment: The rollout's environment, or None, and where to return it.
-        metrics: Number of tool calls, and of failed ones.
-    """
+    """A completion as reward functions see it: the prompt with the environment's text; text, or the
+    added messages; the ids after the prompt, including tool results; and the number of weight
+    updates so far."""
 
     prompt: Any
     completion: Any
@@ -76,15 +70,9 @@ class TrlCompletion:
 
 
 class Instances:
-    """Environments, created when none is idle (one for each running rollout), and their tools.
-
-    Args:
-        factory: A factory in TRL's form, or None.
-        tools: Functions that are tools in every environment.
-
-    Raises:
-        ConfigError: An environment has no `reset`, or a tool has no docstring or types.
-    """
+    """Environments, created when none is idle (one for each running rollout), and their tools;
+    `tools` are those of every environment. Raises ConfigError if one has no `reset`, or a tool no
+    docstring or types."""
 
     def __init__(self, factory: Any, tools: Sequence[Callable[..., Any]]) -> None:
         self.several = isinstance(factory, Mapping)
@@ -92,14 +80,14 @@ class Instances:
             factory if isinstance(factory, Mapping) else {None: factory} if factory else {}
         )
         self._standalone = list(tools)
-        self._idle: dict[str | None, list[Any]] = defaultdict(list)
+        self.idle = defaultdict[str | None, list[Any]](list)
         self._schemas: dict[str | None, list[dict[str, Any]]] = {None: _schemas(self._standalone)}
         self.rewarding_classes: list[type[Any]] = []
         for name, make in self._factories.items():
             instance = make()
             if not callable(getattr(type(instance), "reset", None)):
                 raise ConfigError(f"environment_factory made {shown(instance)}, which has no reset")
-            self._idle[name].append(instance)
+            self.idle[name].append(instance)
             self._schemas[name] = _schemas([*self._standalone, *_methods(instance)])
             rewards = hasattr(type(instance), "get_reward")
             if rewards and type(instance) not in self.rewarding_classes:
@@ -107,53 +95,40 @@ class Instances:
 
     def __getstate__(self) -> dict[str, Any]:
         """Another process creates its own environments: these may not be picklable."""
-        return {**self.__dict__, "_idle": defaultdict(list)}
+        return {**self.__dict__, "idle": defaultdict(list)}
 
-    async def take(self, task: Mapping[str, Any]) -> tuple[str | None, Any]:
-        """An environment for a row, and its name; None if there are none.
-
-        Raises:
-            DatasetError: The row names an unknown environment.
-        """
-        if not self._factories:
-            return None, None
+    async def take(self, task: Mapping[str, Any]) -> Tools:
+        """The tools of a rollout, and its environment, if there are any. Raises DatasetError if the
+        row names an unknown one."""
         name = task.get("environment") if self.several else None
-        if name not in self._factories:
+        functions, instance = self._standalone, None
+        if self._factories and name not in self._factories:
             raise DatasetError(
                 f"the row's environment is {name!r}, but environment_factory makes "
                 f"{', '.join(map(str, self._factories))}"
             )
-        idle = self._idle[name]
-        return name, idle.pop() if idle else await in_thread(self._factories[name])
+        if self._factories:
+            idle = self.idle[name]
+            instance = idle.pop() if idle else await in_thread(self._factories[name])
+            functions = [*functions, *_methods(instance)]
+        by_name = {one.__name__: one for one in functions}
+        return Tools(by_name, self._schemas[name], instance, name)
 
     def give_back(self, name: str | None, instance: Any) -> None:
         """Return an environment for another rollout, which resets it."""
         if instance is not None:
-            self._idle[name].append(instance)
-
-    def clear(self) -> None:
-        """Drop the idle ones."""
-        self._idle.clear()
-
-    def tools_of(self, name: str | None, instance: Any) -> Tools:
-        """Tools of a rollout."""
-        methods = [] if instance is None else _methods(instance)
-        functions = {one.__name__: one for one in [*self._standalone, *methods]}
-        return Tools(functions, self._schemas[name])
+            self.idle[name].append(instance)
 
 
 @dataclass
 class Tools:
-    """Functions that the model may call, and their schemas.
-
-    Attributes:
-        functions: By name.
-        schemas: In OpenAI's form.
-        called, failed: Number of calls, and of calls that raised.
-    """
+    """Functions that the model may call, by name, their schemas in OpenAI's form, the environment
+    that they belong to, and the numbers of calls and of those that raised."""
 
     functions: Mapping[str, Callable[..., Any]]
     schemas: list[dict[str, Any]]
+    environment: Any = None
+    environment_name: str | None = None
     called: int = 0
     failed: int = 0
 
@@ -163,11 +138,7 @@ class Tools:
         try:
             if name not in self.functions:
                 raise ValueError(f"Tool {name} not found.")
-            function, given = self.functions[name], json.loads(arguments or "{}")
-            if inspect.iscoroutinefunction(function):
-                result = await function(**given)
-            else:
-                result = await in_thread(lambda: function(**given))
+            result = await called(self.functions[name], **json.loads(arguments or "{}"))
         except Exception as error:
             self.failed += 1
             result = {"error": str(error)}
@@ -181,46 +152,35 @@ class TrlPrompt:
     prompt: Any
     tools: Tools
     config: GRPOConfig
-    environment: Any = None
-    environment_name: str | None = None
 
     @classmethod
-    async def of(
-        cls,
-        task: Mapping[str, Any],
-        name: str | None,
-        environment: Any,
-        instances: Instances,
-        config: GRPOConfig,
-    ) -> TrlPrompt:
-        """A row's prompt, with the text of the environment's reset.
-
-        Raises:
-            DatasetError: The row has no prompt, or images.
-        """
+    async def of(cls, task: Mapping[str, Any], tools: Tools, config: GRPOConfig) -> TrlPrompt:
+        """A row's prompt, with the text of the environment's reset. Raises DatasetError if it has
+        no prompt, or images."""
         if images := [key for key in ("image", "images") if task.get(key) is not None]:
             raise DatasetError(f"the row has {images[0]}: only text can be trained")
-        empty = [{"role": "user", "content": ""}]
-        prompt = copy.deepcopy(task.get("prompt", None if environment is None else empty))
-        tools = instances.tools_of(name, environment)
+        empty = None if tools.environment is None else [{"role": "user", "content": ""}]
+        prompt = copy.deepcopy(task.get("prompt", empty))
         if not isinstance(prompt, (str, list)) or (tools.functions and isinstance(prompt, str)):
             raise DatasetError(
                 f"the row's prompt is {shown(prompt)}; expected messages"
                 + ("" if tools.functions else ", or a text")
             )
-        if environment is not None:
-            hidden = ("environment",) if instances.several else ()
+        if tools.environment is not None:
+            hidden = () if tools.environment_name is None else ("environment",)
             given = {key: value for key, value in task.items() if key not in hidden}
-            if (said := await _reset(environment, given)) is not None:
+            if (said := await called(tools.environment.reset, **given)) is not None:
                 last: Any = prompt[-1]
                 prompt = [*prompt[:-1], {**last, "content": last["content"] + said}]
-        return cls(prompt, tools, config, environment, name)
+        return cls(prompt, tools, config)
 
     async def completed(self, model: Any) -> TrlCompletion:
         """Complete the prompt; `args` sets the sampling."""
         added = None if isinstance(self.prompt, str) else await self._answered(model)
         if added is None:
-            await self._continued(model)
+            await model.client.completions.create(
+                model=model.model_name, prompt=self.prompt, **self._sampling()
+            )
         calls = [one.call for one in model.calls]
         if self.config.mask_truncated_completions and calls[-1].finish_reason == "length":
             for one in model.calls:
@@ -234,35 +194,28 @@ class TrlPrompt:
             completion=added,
             ids=_ids(calls),
             step=_step(model.session.id),
-            environment=self.environment,
-            environment_name=self.environment_name,
+            environment=self.tools.environment,
+            environment_name=self.tools.environment_name,
             metrics={name: float(n) for name, n in counts.items()} if self.tools.schemas else {},
-        )
-
-    async def _continued(self, model: Any) -> None:
-        await model.client.completions.create(
-            model=model.model_name, prompt=self.prompt, **self._sampling()
         )
 
     async def _answered(self, model: Any) -> list[dict[str, Any]]:
         """Messages added to the prompt, in TRL's form."""
-        sent, added = list(self.prompt), []
+        added = []
         limit = self.config.max_tool_calling_iterations
         limit = sys.maxsize if limit is None else limit
         offer = {"tools": self.tools.schemas} if self.tools.schemas else {}
+        conversation = Conversation(model, **offer)
+        conversation.tell(self.prompt)
         for iteration in range(limit + 1):
-            reply = await model.client.chat.completions.create(
-                model=model.model_name, messages=sent, **offer, **self._sampling(model)
-            )
-            message = reply.choices[0].message
-            sent.append(message.model_dump(exclude_none=True))
+            message = await conversation.answer(**self._sampling(model))
             added.append(_as_trl(message))
             if not message.tool_calls or iteration == limit or self._room(model) == 0:
                 break
             for call in message.tool_calls:
                 name = call.function.name
                 content = await self.tools.result_of(name, call.function.arguments)
-                sent.append({"role": "tool", "tool_call_id": call.id, "content": content})
+                conversation.tell_result(call, content)
                 added.append({"role": "tool", "name": name, "content": content})
         return added
 
@@ -271,14 +224,12 @@ class TrlPrompt:
         found: dict[str, Any] = {}
         if (left := self._room(model)) is not None:
             found["max_tokens"] = left
-        extra = {"min_p": self.config.min_p, "chat_template_kwargs": self._template()}
+        template = None if isinstance(self.prompt, str) else self.config.chat_template_kwargs
+        extra = {"min_p": self.config.min_p, "chat_template_kwargs": template or None}
         if self.config.repetition_penalty != 1.0:
             extra["repetition_penalty"] = self.config.repetition_penalty
         body = {name: value for name, value in extra.items() if value is not None}
         return {**found, "extra_body": body} if body else found
-
-    def _template(self) -> dict[str, Any] | None:
-        return None if isinstance(self.prompt, str) else self.config.chat_template_kwargs or None
 
     def _room(self, model: Any) -> int | None:
         """Tokens left for the completion; counts tool results except the next ones."""
@@ -292,11 +243,8 @@ class TrlPrompt:
 def _methods(instance: Any) -> list[Callable[..., Any]]:
     """The environment's methods that are tools."""
     members = inspect.getmembers(type(instance), predicate=inspect.isfunction)
-    return [
-        getattr(instance, name)
-        for name, _ in members
-        if name not in _NO_TOOLS and not name.startswith("_")
-    ]
+    names = [name for name, _ in members if name not in _NO_TOOLS and not name.startswith("_")]
+    return [getattr(instance, name) for name in names]
 
 
 def _schemas(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
@@ -314,29 +262,15 @@ def _schemas(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
     return found
 
 
-async def _reset(environment: Any, given: dict[str, Any]) -> Any:
-    if inspect.iscoroutinefunction(environment.reset):
-        return await environment.reset(**given)
-    return await in_thread(lambda: environment.reset(**given))
-
-
 def _as_trl(message: Any) -> dict[str, Any]:
     """An answer in the form of TRL's parser: arguments are a dict, and calls have no id."""
     told = message.model_dump(exclude_none=True)
     found = {"role": "assistant", "content": told.get("content") or ""}
     if told.get("reasoning_content"):
         found["reasoning_content"] = told["reasoning_content"]
-    if calls := told.get("tool_calls"):
-        found["tool_calls"] = [
-            {
-                "type": "function",
-                "function": {
-                    "name": one["function"]["name"],
-                    "arguments": json.loads(one["function"]["arguments"] or "{}"),
-                },
-            }
-            for one in calls
-        ]
+    if calls := [one["function"] for one in told.get("tool_calls") or ()]:
+        given = [one | {"arguments": json.loads(one["arguments"] or "{}")} for one in calls]
+        found["tool_calls"] = [{"type": "function", "function": one} for one in given]
     return found
 
 
@@ -357,9 +291,6 @@ def _step(session: str) -> int:
     return int(step) - (split == "train") if len(numbers) == 3 else 0
 
 
-# TRL's reward functions on a group's completions: called and added like in TRL.
-
-
 # Reward functions that are not async expect a trainer that calls one at a time.
 _ONE_AT_A_TIME = threading.Lock()
 # Groups are judged concurrently, and if two threads import transformers, one may find it
@@ -368,19 +299,9 @@ _IMPORTING = threading.Lock()
 
 
 class RewardFunctions:
-    """Reward functions and their weights.
-
-    Functions that are not async run in a thread, never two at a time, because TRL calls them one at
-    a time.
-
-    Args:
-        functions: Functions in TRL's form; reward models are not supported.
-        weights: One for each function, or None for 1.
-        classes: Classes of environments that have a reward of their own, which counts once.
-
-    Raises:
-        ConfigError: One cannot be called, there is none, or the number of weights differs.
-    """
+    """Reward functions in TRL's form and their weights (None: 1), and classes of environments that
+    have a reward. Functions that are not async run in a thread, one at a time, as TRL calls them.
+    Raises ConfigError."""
 
     def __init__(
         self,
@@ -411,71 +332,42 @@ class RewardFunctions:
     async def of(
         self, task: dict[str, Any], group: Sequence[TrlCompletion], *, max_steps: int
     ) -> list[JudgeOutput]:
-        """The weighted sum of the rewards of each completion; NaN if it has none.
-
-        Args:
-            task: Their row.
-            group: The completions.
-            max_steps: Steps of the run, for `trainer_state`.
-
-        Raises:
-            FunctionError: A function did not return a reward or None for each completion.
-        """
-        extra: dict[str, list[Any]] = {}
-        logged: dict[str, list[float]] = {}
-        arguments: dict[str, Any] = {
-            name: [value] * len(group)
-            for name, value in task.items()
-            if name not in ("prompt", "completion", "completion_ids")
-        }
-        arguments |= {
+        """The weighted sum of the rewards of each completion of a row; NaN if it has none. Raises
+        FunctionError if a function did not return a reward or None for each."""
+        extra, logged = defaultdict[str, list[Any]](list), defaultdict[str, list[float]](list)
+        own = ("prompt", "completion", "completion_ids")
+        columns = {name: [value] * len(group) for name, value in task.items() if name not in own}
+        arguments: dict[str, Any] = columns | {
             "prompts": [one.prompt for one in group],
             "completions": [one.completion for one in group],
             "completion_ids": [one.ids for one in group],
             "trainer_state": await in_thread(lambda: _state(group[0].step, max_steps)),
-            "log_extra": lambda column, values: extra.setdefault(column, []).extend(values),
-            "log_metric": lambda name, value: logged.setdefault(name, []).append(value),
+            "log_extra": lambda column, values: extra[column].extend(values),
+            "log_metric": lambda name, value: logged[name].append(value),
         }
         if group[0].environment is not None:
             arguments["environments"] = [one.environment for one in group]
-        columns = await self._columns(arguments, len(group))
-        metrics = {name: sum(values) / len(values) for name, values in logged.items()}
-        return [
-            self._output(
-                [column[i] for column in columns],
-                metrics,
-                {name: values[i] for name, values in extra.items() if i < len(values)},
-            )
-            for i in range(len(group))
-        ]
-
-    async def _columns(self, arguments: dict[str, Any], count: int) -> list[list[float | None]]:
-        """Rewards of each function; async functions run concurrently."""
         found: dict[int, Any] = {}
         waiting = {}
         for index, function in enumerate(self._functions):
             if is_async(function):
                 waiting[index] = function(**arguments)
             else:
-                call = functools.partial(self._alone, function, arguments)
-                found[index] = await in_thread(call)
-        answers = await asyncio.gather(*waiting.values())
-        found |= dict(zip(waiting, answers, strict=True))
-        return [_checked(found[i], self._names[i], count) for i in range(len(self._functions))]
-
-    @staticmethod
-    def _alone(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        with _ONE_AT_A_TIME:
-            return function(**arguments)
+                found[index] = await in_thread(functools.partial(_alone, function, **arguments))
+        found |= zip(waiting, await asyncio.gather(*waiting.values()), strict=True)
+        given = [_checked(found[i], name, len(group)) for i, name in enumerate(self._names)]
+        metrics = {name: sum(values) / len(values) for name, values in logged.items()}
+        outputs = []
+        for i, rewards in enumerate(zip(*given, strict=True)):
+            notes = {name: values[i] for name, values in extra.items() if i < len(values)}
+            outputs.append(self._output(rewards, metrics, notes))
+        return outputs
 
     def _output(
         self, rewards: Sequence[float | None], metrics: dict[str, float], extra: dict[str, Any]
     ) -> JudgeOutput:
-        scored = {
-            name: reward
-            for name, reward in zip(self._names, rewards, strict=True)
-            if reward is not None and not math.isnan(reward)
-        }
+        given = zip(self._names, rewards, strict=True)
+        scored = {name: one for name, one in given if one is not None and not math.isnan(one)}
         weights = dict(zip(self._names, self._weights, strict=True))
         total = sum(weights[name] * reward for name, reward in scored.items())
         numbers = {k: float(v) for k, v in extra.items() if isinstance(v, Real)}
@@ -487,6 +379,11 @@ class RewardFunctions:
             metrics={f"rewards/{name}": one for name, one in scored.items()} | metrics | numbers,
             feedback="\n".join(notes) or None,
         )
+
+
+def _alone(function: Callable[..., Any], **arguments: Any) -> Any:
+    with _ONE_AT_A_TIME:
+        return function(**arguments)
 
 
 def _state(step: int, max_steps: int) -> Any:
@@ -529,20 +426,11 @@ def _checked(said: Any, name: str, count: int) -> list[float | None]:
 async def _reward_of_environment(
     made: type[Any], environments: Sequence[Any], **_: Any
 ) -> list[float | None]:
-    name = _name_of(made)  # a worker may have the class twice: sent, and imported
-    return [await _rewarded(one) if _name_of(type(one)) == name else None for one in environments]
-
-
-def _name_of(made: type[Any]) -> tuple[str, str]:
-    return made.__module__, made.__qualname__
-
-
-async def _rewarded(environment: Any) -> float | None:
-    if inspect.iscoroutinefunction(environment.get_reward):
-        awaited: float | None = await environment.get_reward()
-        return awaited
-    found: float | None = await in_thread(environment.get_reward)
-    return found
+    # A worker may have the class twice: sent, and imported.
+    its = [(type(one).__module__, type(one).__qualname__) for one in environments]
+    mine = [one == (made.__module__, made.__qualname__) for one in its]
+    each = zip(environments, mine, strict=True)
+    return [await called(one.get_reward) if counts else None for one, counts in each]
 
 
 def _name(function: Any) -> str:
@@ -590,9 +478,8 @@ class TRL(Environment):
         )
         given = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
         functions = [_loaded(one, "reward_funcs") for one in given if one is not None]
-        self._rewards = RewardFunctions(
-            functions, config.reward_weights, self._instances.rewarding_classes
-        )
+        classes = self._instances.rewarding_classes
+        self._rewards = RewardFunctions(functions, config.reward_weights, classes)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         if train_dataset is None and environment_factory is not None:
             # The environment provides the prompts: as many rows as a step needs.
@@ -607,13 +494,8 @@ class TRL(Environment):
         self._steps = config.buffer.total_steps or self._steps
 
     async def workflow(self, task: dict[str, Any], model: Any) -> WorkflowOutput:
-        """Complete a prompt, with tool calls.
-
-        Raises:
-            DatasetError: The row has no prompt, or images.
-        """
-        name, instance = await self._instances.take(task)
-        prompted = await TrlPrompt.of(task, name, instance, self._instances, self._config)
+        """Complete a prompt, with tool calls."""
+        prompted = await TrlPrompt.of(task, await self._instances.take(task), self._config)
         completed = await prompted.completed(model)
         return WorkflowOutput(response=completed, metrics=completed.metrics)
 
@@ -632,20 +514,12 @@ class TRL(Environment):
 
     async def close(self) -> None:
         """Drop the idle environments."""
-        self._instances.clear()
+        self._instances.idle.clear()
 
 
 class GRPOTrainer:
-    """A GRPOTrainer whose `train()` is `tune()`; unsupported arguments are rejected by name.
-
-    Args: Those of TRL.
-
-    Attributes:
-        environment: The environment for `tune()`.
-
-    Raises:
-        ConfigError: An argument is not supported.
-    """
+    """TRL's GRPOTrainer whose `train()` is `tune()`; `environment` is what that gets. Raises
+    ConfigError, which names it, for an argument that is not supported."""
 
     def __init__(
         self,
@@ -688,30 +562,21 @@ class GRPOTrainer:
             tools=tools,
             environment_factory=environment_factory,
         )
-        own: dict[str, Any] = {"model.model_path": str(model)}
-        if peft_config is not None:
-            own |= _adapter(peft_config)
-        self.environment.settings = {**self.environment.settings, **own}
+        own = {"model.model_path": str(model)}
+        adapter = {} if peft_config is None else _adapter(peft_config)
+        self.environment.settings = {**self.environment.settings, **own, **adapter}
         self.result: TuneResult | None = None
 
     def train(self, **given: Any) -> TuneResult:
-        """Train the model.
-
-        Args:
-            given: Further arguments of `tune()`, such as `overrides` and `config_path`, which win
-                over args.
-        """
+        """Train the model; arguments of `tune()`, such as `overrides`, win over args."""
         from tuner.tune import tune
 
         self.result = tune(environment=self.environment, **given)
         return self.result
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Copy the trained model to a folder; None: `args.output_dir`.
-
-        Raises:
-            ConfigError: Nothing has been trained.
-        """
+        """Copy the trained model to a folder; None: `args.output_dir`. Raises ConfigError if
+        nothing has been trained."""
         if self.result is None or self.result.checkpoint is None:
             raise ConfigError("there is no trained model yet: call train() first")
         target = output_dir or self.environment.settings["checkpoint_root_dir"]
@@ -719,13 +584,8 @@ class GRPOTrainer:
 
 
 def from_trl(model: Any, reward_funcs: Any = None, args: Any = None, **given: Any) -> TRL:
-    """A GRPOTrainer's arguments as an environment: `tune(environment=from_trl(...))`.
-
-    Args: Those of TRL's `GRPOTrainer`.
-
-    Raises:
-        ConfigError: An argument is not supported.
-    """
+    """The arguments of TRL's `GRPOTrainer` as an environment: `tune(environment=from_trl(...))`.
+    Raises ConfigError for one that is not supported."""
     return GRPOTrainer(model, reward_funcs, args, **given).environment
 
 
@@ -739,21 +599,13 @@ def _adapter(config: Any) -> dict[str, Any]:
             "peft_config.target_modules is not set, and peft's default depends on the model: name "
             "the layers, or set 'all-linear'"
         )
-    for name in (
-        "lora_dropout",
-        "use_rslora",
-        "use_dora",
-        "modules_to_save",
-        "layers_to_transform",
-    ):
+    refused = "lora_dropout use_rslora use_dora modules_to_save layers_to_transform"
+    for name in refused.split():
         if value := getattr(config, name, None):
             raise ConfigError(f"peft_config.{name} is {value!r}, which is not supported")
     targets = config.target_modules
-    one = {
-        "lora_rank": config.r,
-        "lora_alpha": config.lora_alpha,
-        "target_modules": targets if isinstance(targets, str) else sorted(targets),
-    }
+    layers = targets if isinstance(targets, str) else sorted(targets)
+    one = {"lora_rank": config.r, "lora_alpha": config.lora_alpha, "target_modules": layers}
     return {"model.lora_configs": [one]}
 
 

@@ -66,11 +66,8 @@ def _check_known(given: Mapping[str, Any]) -> None:
 
 
 def read_config(args: Any) -> GRPOConfig:
-    """Convert TRL's configuration or a mapping to ours; ours is returned unchanged.
-
-    Raises:
-        ConfigError: It is neither, or a field has no equivalent here.
-    """
+    """Convert TRL's configuration or a mapping to ours; raises ConfigError if a field has no
+    equivalent here."""
     if args is None or isinstance(args, Mapping):
         return GRPOConfig(**(args or {}))
     if isinstance(args, GRPOConfig):
@@ -91,19 +88,16 @@ def read_config(args: Any) -> GRPOConfig:
 
 
 def settings_of(config: GRPOConfig, rows: int | None) -> dict[str, Any]:
-    """The configuration as keys of the file.
-
-    Args:
-        rows: Rows of the training set; None if unknown.
-
-    Raises:
-        ConfigError: A value has no equivalent here.
-    """
+    """The configuration as keys of the file, for a training set of `rows` (None: unknown); raises
+    ConfigError if a value has no equivalent here."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
             "WORLD_SIZE is more than 1: start the script with python, not with accelerate or "
             "torchrun; training runs in one process; for several GPUs set tuner.backend to trinity"
         )
+    if config.num_generations_eval not in (None, 1):
+        raise _refuse(config, "num_generations_eval", "evaluation is greedy, one answer each")
+    seed = config.seed if config.data_seed is None else config.data_seed
     prompts = prompts_in_a_step(config)
     epoch = None if rows is None else max(1, rows // prompts)
     found = {
@@ -115,7 +109,7 @@ def settings_of(config: GRPOConfig, rows: int | None) -> dict[str, Any]:
         "buffer.total_steps": _steps(config, epoch),
         "explorer.eval_interval": _interval(config, "eval", epoch),
         "trainer.save_interval": _interval(config, "save", epoch),
-        **_data(config),
+        "buffer.explorer_input.taskset.data_selector.seed": seed,
         **_optimizer(config),
         **_loss(config),
         **_engine(config),
@@ -136,11 +130,7 @@ def _refuse(config: GRPOConfig, name: str, instead: str) -> ConfigError:
 
 
 def _translated(config: GRPOConfig) -> Iterator[tuple[str, Any]]:
-    """Fields that correspond to one setting each.
-
-    Raises:
-        ConfigError: A value has no equivalent here.
-    """
+    """Fields that correspond to one setting each."""
     for name, row in _TABLE["read"].items():
         value = getattr(config, name)
         if "to" not in row or value is None:
@@ -155,33 +145,20 @@ def _translated(config: GRPOConfig) -> Iterator[tuple[str, Any]]:
 
 
 def prompts_in_a_step(config: GRPOConfig) -> int:
-    """Number of prompts per step.
-
-    Raises:
-        ConfigError: It is not a whole number, or a step trains other completions than it samples.
-    """
+    """Number of prompts per step; raises ConfigError if it is not a whole number, or a step trains
+    other completions than it samples."""
     accumulated = config.gradient_accumulation_steps
     completions = config.per_device_train_batch_size * accumulated
     if config.steps_per_generation not in (None, accumulated):
-        raise _refuse(
-            config,
-            "steps_per_generation",
-            "a step trains what it sampled; remove it, or see synchronizer.sync_offset",
-        )
+        instead = "a step trains what it sampled; remove it, or see synchronizer.sync_offset"
+        raise _refuse(config, "steps_per_generation", instead)
     if config.generation_batch_size not in (None, completions):
-        raise _refuse(
-            config,
-            "generation_batch_size",
-            f"a step samples what it trains, {completions} completions; remove it",
-        )
-    size = config.num_generations
-    if completions % size:
-        raise _refuse(
-            config,
-            "num_generations",
-            f"a step's {completions} completions are not a multiple of it",
-        )
-    return int(completions // size)
+        instead = f"a step samples what it trains, {completions} completions; remove it"
+        raise _refuse(config, "generation_batch_size", instead)
+    if completions % config.num_generations:
+        instead = f"a step's {completions} completions are not a multiple of it"
+        raise _refuse(config, "num_generations", instead)
+    return int(completions // config.num_generations)
 
 
 def _steps(config: GRPOConfig, epoch: int | None) -> int:
@@ -204,16 +181,6 @@ def _interval(config: GRPOConfig, what: str, epoch: int | None) -> int:
     if not every or every < 1:
         raise _refuse(config, f"{what}_strategy", f"'no', 'epoch', or 'steps' with {what}_steps")
     return int(every)
-
-
-def _data(config: GRPOConfig) -> dict[str, Any]:
-    seed, own = config.seed, config.data_seed
-    selector = "buffer.explorer_input.taskset.data_selector"
-    if config.num_generations_eval not in (None, 1):
-        raise _refuse(config, "num_generations_eval", "evaluation is greedy, one answer each")
-    return {
-        f"{selector}.seed": seed if own is None else own,
-    }
 
 
 def _optimizer(config: GRPOConfig) -> dict[str, Any]:

@@ -9,17 +9,10 @@ import os
 import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 from tuner.config import RunConfig
-from tuner.errors import (
-    ConfigError,
-    MissingDependencyError,
-    RewardError,
-    RewardTimeout,
-    TunerError,
-    pip_install,
-)
+from tuner.errors import ConfigError, RewardError, RewardTimeout, TunerError, importing
 from tuner.runs.environment import Environment
 from tuner.tasks.functions import JudgeOutput, WorkflowOutput, shown
 
@@ -31,19 +24,9 @@ class EpisodeError(TunerError, RuntimeError):
 
 
 class VerifiersReply(str):
-    """The agent's last message, and verifiers' record of the episode.
-
-    Attributes:
-        trace: A `verifiers.v1.Trace`.
-    """
+    """The agent's last message, and verifiers' record of the episode, a `verifiers.v1.Trace`."""
 
     trace: Any
-
-    @classmethod
-    def of(cls, trace: Any) -> VerifiersReply:
-        reply = cls(trace.last_reply)
-        reply.trace = trace
-        return reply
 
 
 class Verifiers(Environment):
@@ -136,13 +119,8 @@ class Verifiers(Environment):
         return made(made.data_type().model_validate(dict(row)), taskset.config.task)
 
     async def workflow(self, task: dict[str, Any], model: Any) -> WorkflowOutput:
-        """Run one episode.
-
-        Raises:
-            EpisodeError: It failed; names verifiers' error.
-            RewardError: A reward or metric failed.
-            RewardTimeout: Scoring exceeded its time limit.
-        """
+        """Run one episode; raises EpisodeError, which names verifiers' error, and RewardError or
+        RewardTimeout if scoring failed."""
         from verifiers.v1 import EvalClientConfig, ModelContext
 
         await self._serve()
@@ -156,14 +134,12 @@ class Verifiers(Environment):
         numbers = {name: value for name, value in trace.metrics.items() if value is not None}
         scores = {f"reward_{name}": one.score for name, one in trace.rewards.items()}
         metrics = {"turns": trace.num_turns, **numbers, **scores}
-        return WorkflowOutput(response=VerifiersReply.of(trace), metrics=metrics)
+        reply = VerifiersReply(trace.last_reply)
+        reply.trace = trace
+        return WorkflowOutput(response=reply, metrics=metrics)
 
     async def judge(self, task: dict[str, Any], response: Any) -> JudgeOutput:
-        """The reward, and each of the rewards in words.
-
-        Raises:
-            RewardError: The response does not come from the workflow.
-        """
+        """The reward, and each of the rewards in words; raises RewardError for another response."""
         if not isinstance(response, VerifiersReply):
             raise RewardError(
                 f"the response is {shown(response)}: verifiers scores an episode only while it runs"
@@ -203,12 +179,9 @@ class Verifiers(Environment):
 
 @asynccontextmanager
 async def _door(env: Any) -> AsyncIterator[Any]:
-    """One interception server for all rollouts if everything runs on this machine; else None,
-    and each rollout starts its own, with a tunnel.
-
-    verifiers' server keeps a client for each key, and reads the certificates for each. Here all
-    clients use one pool, and none outlives its rollout.
-    """
+    """One interception server for all rollouts if everything runs on this machine; else None, and
+    each rollout starts its own, with a tunnel. verifiers' server keeps a client for each key, and
+    reads the certificates for each; here all use one pool, and none outlives its rollout."""
     from verifiers.v1 import EvalClientConfig
     from verifiers.v1.clients import EvalClient
     from verifiers.v1.clients.base import build_async_httpx
@@ -237,13 +210,8 @@ async def _door(env: Any) -> AsyncIterator[Any]:
 
 
 def _loaded(env: Any, config: Mapping[str, Any]) -> Any:
-    try:
+    with importing("environments of verifiers need verifiers 0.4", "verifiers"):
         from verifiers import v1
-    except ImportError as error:
-        raise MissingDependencyError(
-            "environments of verifiers need verifiers 0.4, which cannot be imported "
-            f"({error}): {pip_install('verifiers')}"
-        ) from error
     _remove_port_files()
     if isinstance(env, v1.Env):
         if config:
@@ -278,8 +246,7 @@ def _remove_port_files() -> None:
 
     async def read_and_removed(runtime: Any, path: str) -> int:
         try:
-            port: int = await read(runtime, path)
-            return port
+            return cast(int, await read(runtime, path))
         finally:
             if runtime.type == "subprocess":
                 with suppress(FileNotFoundError):
@@ -300,24 +267,21 @@ def _only_seat(config: Any) -> str:
             "with one agent can be trained, because a rollout has one reward"
         )
     name, seat = next(iter(seats.items()))
+    of = f"of environment {config.env_id} is set"
     for key in ("model", "client"):
         if getattr(seat, key) is not None:
-            raise ConfigError(
-                f"{name}.{key} of environment {config.env_id} is set, but the trained model "
-                "answers: remove it"
-            )
+            raise ConfigError(f"{name}.{key} {of}, but the trained model answers: remove it")
     for path, found in ((f"{name}.retries", seat.retries), ("retries", config.retries)):
         if found.max_retries or found.rules:
             raise ConfigError(
-                f"{path} of environment {config.env_id} is set, but each attempt at a rollout is a "
-                "separate trace: remove it, and set explorer.max_retry_times"
+                f"{path} {of}, but each attempt at a rollout is a separate trace: remove it, and "
+                "set explorer.max_retry_times"
             )
     return str(name)
 
 
 def _row(task: Any) -> dict[str, Any]:
-    row: dict[str, Any] = task.data.model_dump(mode="json", exclude_defaults=True)
-    return row
+    return cast("dict[str, Any]", task.data.model_dump(mode="json", exclude_defaults=True))
 
 
 @contextmanager
@@ -352,10 +316,9 @@ def _raise_failure(episode: Any, trace: Any) -> None:
 
 
 def _feedback(trace: Any) -> str:
-    lines = [
-        f"{name}: {one.score:g} (weight {one.weight:g})" for name, one in trace.rewards.items()
-    ]
-    lines += [f"{name}: {value:g}" for name, value in trace.metrics.items() if value is not None]
+    rewards, metrics = trace.rewards.items(), trace.metrics.items()
+    lines = [f"{name}: {one.score:g} (weight {one.weight:g})" for name, one in rewards]
+    lines += [f"{name}: {value:g}" for name, value in metrics if value is not None]
     lines.append(f"stopped by: {trace.stop_condition}")
     if trace.info:
         lines.append(f"info: {json.dumps(trace.info, default=str)}")

@@ -217,7 +217,7 @@ class ProgramResult:
         stdout, stderr: Its output, as UTF-8, up to the limit.
         ended: "exited" by itself, or the limit that ended it.
         seconds: How long it ran.
-        isolation: How it was isolated.
+        isolation: "bubblewrap" or "process"; or a container's client, "podman" or "docker".
     """
 
     status: int | None
@@ -225,7 +225,7 @@ class ProgramResult:
     stderr: str
     ended: Ended
     seconds: float
-    isolation: Isolation
+    isolation: str
 
 
 async def run(

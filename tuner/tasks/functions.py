@@ -512,6 +512,13 @@ async def in_thread(func: Callable[[], Any]) -> Any:
     return await future
 
 
+async def called(func: Callable[..., Any], *args: Any, **given: Any) -> Any:
+    """The result of a function: an async one runs here, a plain one in a thread."""
+    call = functools.partial(func, *args, **given)
+    value = call() if is_async(func) else await in_thread(call)
+    return await value if inspect.isawaitable(value) else value
+
+
 def as_workflow_output(value: Any, func: Callable[..., Any]) -> WorkflowOutput:
     """`value`, which `func` returned, as our `WorkflowOutput`; AgentScope's is accepted too.
 

@@ -36,10 +36,9 @@ def image() -> None:
     from tuner.environments.containers import ContainerEngine, ContainerLimits
 
     async def start() -> None:
-        (await ContainerEngine.of(named, ContainerLimits(), kind="podman")).close()
-
-    async def named(engine: ContainerEngine) -> str:
-        return IMAGE
+        engine = ContainerEngine(ContainerLimits(), "podman")
+        await engine.need(IMAGE, lambda: engine.pull(IMAGE, seconds=1))
+        await engine.close()
 
     try:
         subprocess.run(["sh", ROOT / "examples/terminal/make_image.sh"], check=True)
@@ -91,6 +90,19 @@ class Model:
     """As much of a model as an agent that asks for nothing needs."""
 
     base_url, api_key, model_name = "http://127.0.0.1:9/v1", "the-key", "tiny"
+
+
+# Asks the model by bash alone, writes what it said, and counts its network's devices.
+PROGRAM = """
+exec 3<>/dev/tcp/127.0.0.1/$(echo $OPENAI_BASE_URL | tr -dc '0-9\\n' | sed 's/^127001//; s/1$//')
+body='{"model": "'$OPENAI_MODEL'", "messages": [{"role": "user", "content": "{prompt}"}]}'
+printf 'POST /v1/chat/completions HTTP/1.1\\r\\nHost: 127.0.0.1\\r\\nConnection: close\\r\\n' >&3
+printf 'Authorization: Bearer %s\\r\\nContent-Type: application/json\\r\\n' $OPENAI_API_KEY >&3
+printf 'Content-Length: %s\\r\\n\\r\\n%s' ${#body} "$body" >&3
+grep -o hello <&3 | head -1 >greeting.txt
+! (exec 4<>/dev/tcp/127.0.0.1/9) 2>/dev/null
+grep -c : /proc/net/dev
+"""
 
 
 @pytest.fixture

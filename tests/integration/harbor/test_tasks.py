@@ -10,7 +10,7 @@ from pathlib import Path
 import harbor as harbors_package
 import pytest
 
-from tests.integration.harbor.conftest import IMAGE, TASKS, Model, podman
+from tests.integration.harbor.conftest import IMAGE, PROGRAM, TASKS, Model, podman
 from tests.kit.toy import StubEngine, gateway_of
 from tuner.environments import Harbor
 from tuner.environments.containers import given_limits
@@ -84,18 +84,6 @@ async def test_a_model_solves_it_with_two_tools(name, harbor):
     if name == "oldest_ship":
         assert judged.metrics == {"reward_answered": 1}
         assert "name: Pelican" in calls[1].messages[-1]["content"]
-
-
-PROGRAM = """
-exec 3<>/dev/tcp/127.0.0.1/$(echo $OPENAI_BASE_URL | tr -dc '0-9\\n' | sed 's/^127001//; s/1$//')
-body='{"model": "'$OPENAI_MODEL'", "messages": [{"role": "user", "content": "{prompt}"}]}'
-printf 'POST /v1/chat/completions HTTP/1.1\\r\\nHost: 127.0.0.1\\r\\nConnection: close\\r\\n' >&3
-printf 'Authorization: Bearer %s\\r\\nContent-Type: application/json\\r\\n' $OPENAI_API_KEY >&3
-printf 'Content-Length: %s\\r\\n\\r\\n%s' ${#body} "$body" >&3
-grep -o hello <&3 | head -1 >greeting.txt
-! (exec 4<>/dev/tcp/127.0.0.1/9) 2>/dev/null
-grep -c : /proc/net/dev
-"""
 
 
 async def test_a_program_in_the_container_reaches_the_model_and_nothing_else(task_of, harbor):
@@ -272,7 +260,7 @@ def test_wrong_arguments_are_refused(task_of, tmp_path):
     for given, said in (
         ({"network": "some"}, "network is 'some'"),
         ({"sandbox": "jail"}, "sandbox is 'jail': expected 'local', .*daytona.*e2b.*modal"),
-        ({"limits": {"memory": 1}}, "its keys are cpus, memory_mb"),
+        ({"limits": {"memory": 1}}, "limits has no 'memory'; there are cpus, memory_mb"),
         ({"agent": 3}, "agent is 3 .*: expected .*terminus-2"),
         ({"agent_options": {"turn": 3}}, "agent_options: .*turn"),
     ):
