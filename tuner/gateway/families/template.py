@@ -77,7 +77,7 @@ def for_template(
     tool calls, which many templates read. Arguments of earlier tool calls
     become the object they spell, because templates write them with `tojson`; text that is not a
     JSON object stays. "developer" becomes "system" unless the template knows it. Reasoning has both
-    names that templates read, as transformers 5.24 gives it and older versions do not.
+    names that templates read, which transformers 5.16 does not do itself.
 
     Args:
         messages: Well formed.

@@ -38,8 +38,8 @@ def kernel_of(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 STRETCH = 8
-"""Layers of a forward pass after which freed memory is returned. After each it would take more
-time, and between two returns a LoRA update keeps about as much as its activations take."""
+"""Layers of a forward pass after which freed memory is returned. After each layer it would take
+more time. Without it a LoRA update with eight layers took a third more than what is in use."""
 
 
 @contextmanager
