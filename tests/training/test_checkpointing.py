@@ -7,8 +7,8 @@ from torch import nn
 from tests.engines.models import make_model
 from tests.training.exact import model_of, row
 from tuner.errors import ConfigError
-from tuner.training.forward import layouts
-from tuner.training.forward.layouts import exact_forward
+from tuner.training.forward import kernels, layouts
+from tuner.training.forward.layouts import exact_forward, memory_return
 from tuner.training.memory import Activations
 
 ROWS = [row((3, 10, 17), (24, 31)), row((3, 10, 17), (24, 38, 45)), row((3, 10), (52, 3))]
@@ -83,3 +83,35 @@ def test_auto_never_checkpoints_on_a_cpu():
 def test_a_model_without_such_layers_is_refused():
     with pytest.raises(ConfigError, match=r"tuner\.activation_checkpointing is true, but Linear"):
         exact_forward(nn.Linear(2, 2), None, checkpointing=True)
+
+
+@pytest.mark.parametrize("stretch", [1, 2])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("layout", ["tree", "packed", "padded"])
+def test_a_large_model_returns_freed_memory_during_its_passes(
+    layout, checkpointing, stretch, monkeypatch
+):
+    model = model_of("qwen3")
+    forward = exact_forward(model, None, layout=layout, checkpointing=checkpointing)
+    plain, seen, layers = gradient_of(model, forward), [], model.model.layers
+    assert memory_return(model) is None
+    monkeypatch.setattr(layouts, "_LARGE", 0)
+    assert memory_return(model)() is None
+    monkeypatch.setattr(layouts, "memory_return", lambda _: lambda: seen.append("return"))
+    monkeypatch.setattr(kernels, "STRETCH", stretch)
+    before = [module.forward for module in model.modules()]
+    for layer in layers:
+        layer.register_forward_hook(lambda *_: seen.append("layer"))
+    found = gradient_of(model, forward)
+    assert all(torch.equal(a, b) for a, b in zip(found[:2], plain[:2], strict=True))
+    forward_pass = [
+        name
+        for number in range(1, len(layers) + 1)
+        for name in ("layer", *["return"] * (number % stretch == 0))
+    ]
+    assert seen == ["return", *forward_pass, "return"]
+    assert [module.forward for module in model.modules()] == before
+    count = len(seen)
+    with torch.no_grad():
+        forward.logprobs(model, ROWS, with_entropy=False)
+    assert seen[count:] == ["layer"] * len(layers)

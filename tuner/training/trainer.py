@@ -49,7 +49,6 @@ from tuner.training.forward.layouts import (
     Forward,
     HasRows,
     exact_forward,
-    return_freed_memory,
     whole_calls,
 )
 from tuner.training.losses import clipped_value_loss, micro_batch_loss, raises_alarm, row_weights
@@ -602,7 +601,6 @@ class PolicyTrainer:
         totals: dict[str, Tensor] = {}
         largest: list[Tensor] = []
         for indices in self._micro_batches(batch):
-            return_freed_memory(self.model)
             current = self._forward.logprobs(
                 self.model,
                 [batch.rows[i] for i in indices],

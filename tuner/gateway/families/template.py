@@ -76,7 +76,8 @@ def for_template(
     Text parts become one string and empty fields are removed, but for the content of a turn without
     tool calls, which many templates read. Arguments of earlier tool calls
     become the object they spell, because templates write them with `tojson`; text that is not a
-    JSON object stays. "developer" becomes "system" unless the template knows it.
+    JSON object stays. "developer" becomes "system" unless the template knows it. Reasoning has both
+    names that templates read, which transformers 5.16 does not do itself.
 
     Args:
         messages: Well formed.
@@ -90,6 +91,8 @@ def for_template(
             copy["content"] = text_of(copy["content"])
         elif message.get("content") == [] or form.content_always or "tool_calls" not in copy:
             copy["content"] = ""
+        if reasoning := said(copy)[0]:
+            copy |= {"reasoning_content": reasoning, "thinking": reasoning}
         if copy["role"] == "developer" and not developer_role:
             copy["role"] = "system"
         if "tool_calls" in copy and not form.arguments_as_text:

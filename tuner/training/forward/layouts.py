@@ -72,17 +72,23 @@ HEAP_BLOCK = 32 << 20
 """Bytes of the largest block that glibc keeps when it is freed."""
 
 
-def return_freed_memory(model: nn.Module) -> None:
-    """Return freed memory to the system if a large model runs on the CPU.
+def memory_return(model: nn.Module) -> Callable[[], None] | None:
+    """A function that returns freed memory to the system, for a large model on the CPU; else None.
 
-    glibc keeps freed blocks of up to 32 MB. Generation, or a micro-batch of other lengths, leaves
-    them in fragments that cannot be reused, and the peak of the process would grow with each.
+    glibc keeps freed blocks of up to 32 MB. Generation and micro-batches of other lengths leave
+    them in fragments, and so do a layer's temporary values between those that are kept for the
+    backward pass: without this each layer would add to the peak of the process.
     """
     weights = list(model.parameters())
     size = sum(weight.numel() * weight.element_size() for weight in weights)
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
-    if trim is not None and size >= _LARGE and weights[0].device.type == "cpu":
+    if trim is None or size < _LARGE or weights[0].device.type != "cpu":
+        return None
+
+    def between() -> None:
         trim(0)
+
+    return between
 
 
 class Room:
@@ -238,10 +244,14 @@ class Forward:
             )
 
     def _prepared(self, model: nn.Module, rows: Sequence[Row]) -> AbstractContextManager[None]:
-        checkpointed = torch.is_grad_enabled() and self._checkpoints(model, rows)
-        if not (checkpointed or self.compiled):
+        graded = torch.is_grad_enabled()
+        checkpointed = graded and self._checkpoints(model, rows)
+        between = memory_return(model) if graded else None
+        if not (checkpointed or self.compiled or between):
             return nullcontext()
-        return prepared_layers(model, checkpointed=checkpointed, compiled=self.compiled)
+        return prepared_layers(
+            model, checkpointed=checkpointed, compiled=self.compiled, between=between
+        )
 
     def _checkpoints(self, model: nn.Module, rows: Sequence[Row]) -> bool:
         device, causal = next(model.parameters()).device, causal_model(model)
