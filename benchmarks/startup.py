@@ -253,8 +253,8 @@ def main() -> None:
             if trl:
                 now["TRL"] = starts.trl()
             now |= starts.parts()
-            for case, took in now.items() if repeat else ():
-                found.setdefault(case, []).append(took)
+            for case, value in now.items() if repeat else ():
+                found.setdefault(case, []).append(value)
         took = imports(starts.run(options=("-X", "importtime"))[1])
     best = {case: min(values) for case, values in found.items()}
     theirs = best.pop("TRL", None)
