@@ -285,6 +285,20 @@ def test_import_is_fast_and_light():
     assert float(run.stdout) < 0.3
 
 
+def test_the_first_rollout_waits_for_no_import_that_it_does_not_need(tmp_path):
+    code = (
+        "import os, sys; from tuner import tune\n"
+        "def workflow(task, model):\n"
+        "    unused = {'agentscope', 'datasets', 'httpx', 'pandas', 'peft', 'scipy', 'sklearn'}\n"
+        "    print(unused & set(sys.modules), flush=True)\n"
+        "    os._exit(0)\n"
+        "tune(workflow, lambda task, response: 0.0, [{'a': 1}], overrides=[\n"
+        f"    'checkpoint_root_dir={tmp_path}', 'buffer.batch_size=1'])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stdout == "set()\n", run
+
+
 def test_command_line_names_functions_in_the_file(backend, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "agent.py").write_text(

@@ -411,6 +411,12 @@ def concealed(value: Any, references: Mapping[str, str], path: str = "") -> Any:
         path: Dotted path of `value` itself.
     """
     prefix = f"{path}." if path else ""
+    if value is None or isinstance(value, str | int | float):
+        # First, since nearly all are: whether a text is a Mapping takes Python a tenth of a second
+        # to find out among that class's many subclasses.
+        if _is_secret(path, value):
+            return references.get(str(value), MASK)
+        return references.get(value, value) if isinstance(value, str) and _watched(path) else value
     if isinstance(value, Mapping):
         return {key: concealed(item, references, f"{prefix}{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -421,10 +427,7 @@ def concealed(value: Any, references: Mapping[str, str], path: str = "") -> Any:
         for field in fields(value):
             inner = concealed(getattr(value, field.name), references, f"{prefix}{field.name}")
             object.__setattr__(value, field.name, inner)
-        return value
-    if _is_secret(path, value):
-        return references.get(str(value), MASK)
-    return references.get(value, value) if isinstance(value, str) and _watched(path) else value
+    return value
 
 
 def masked(tree: Any) -> list[str]:

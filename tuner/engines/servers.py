@@ -15,12 +15,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
-import httpx
-
 from tuner.engines.base import EngineError, EngineLostError, FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    import httpx
+
+# httpx takes a tenth of a second to import, with its command line and rich, and is imported only
+# in runs with a server.
 
 
 @dataclass(frozen=True)
@@ -154,6 +158,8 @@ breaks after half a minute."""
 
 def patient_client(url: str, headers: Mapping[str, str]) -> httpx.AsyncClient:
     """A client for any number of concurrent completions."""
+    import httpx
+
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
     return httpx.AsyncClient(
         base_url=url,
@@ -194,6 +200,8 @@ class RemoteServer:
 
     def _wait_for(self, path: str) -> None:
         """Wait until the server answers at all; raises EngineLostError after five minutes."""
+        import httpx
+
         deadline = time.monotonic() + _CONNECT_SECONDS
         while True:
             try:
@@ -207,6 +215,8 @@ class RemoteServer:
 
     def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """Send a GET, or a POST of `body`, and return the JSON answer."""
+        import httpx
+
         try:
             with httpx.Client(
                 transport=httpx.HTTPTransport(socket_options=NOTICED),
@@ -227,6 +237,8 @@ class RemoteServer:
 
     async def _lines(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[str, None]:
         """Lines of the answer to a POST; closing the generator disconnects."""
+        import httpx
+
         try:
             async with self._client().stream("POST", path, json=body) as response:
                 if response.status_code != 200:

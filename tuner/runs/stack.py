@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ from tuner.runs.placement import (
     needs_of,
 )
 from tuner.tasks.functions import end_run
+from tuner.tasks.loading import without_collection
 from tuner.training.batch import Overlong, Selection, TeacherPrompt, own_prompt
 from tuner.training.references import Reference
 from tuner.training.trainer import PolicyTrainer
@@ -221,6 +223,7 @@ class Stack:
         await self.gateway.engine.close()
 
 
+@without_collection()
 def build_stack(
     config: RunConfig,
     *,
@@ -317,6 +320,7 @@ def build_stack(
         told = SystemPrompt(renderer, config.tuner.algorithm.prompt, limit=context)
     runner = None
     if workflow is not None:
+        import_module("tuner.gateway.clients")  # or the first rollout would, within its time limit
         runner = RolloutRunner(
             gateway,
             workflow,

@@ -22,8 +22,6 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
-
 from tuner.engines.base import (
     FINISH_REASONS,
     EngineError,
@@ -415,6 +413,8 @@ class SglangServer(RemoteServer):
             raise
         finally:
             if not over:
+                import httpx  # as in `tuner.engines.servers`
+
                 with suppress(httpx.HTTPError):
                     await self._client().post(
                         "/abort_request", json={"rid": rid}, timeout=_ABORT_SECONDS
