@@ -223,7 +223,7 @@ class Forward:
         self._check_lengths(rows)
         with self._prepared(model, rows):
             if self.layout == "tree" and self.windows is not None:
-                return tree_states(model, rows, windows=self.windows)
+                return tree_states(model, rows, windows=self.windows, compiled=self.compiled)
             if self.layout == "packed":
                 return packed_states(model, rows)
             return completion_states(model, rows)

@@ -36,7 +36,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tuner.engines.grammar import Grammars, to_device
 from tuner.engines.transformers.cascade import flash, joined
@@ -267,6 +269,8 @@ def _cuts(tree: TokenTree, window: int | None) -> Iterator[tuple[int, int]]:
 # subtrees of a tile are enough (`flex_mask`).
 
 
+FLEX_DEVICES = ("cuda",)
+"""Devices on which FlexAttention has a backward pass."""
 TILE = 128
 """Queries and keys of a tile, FlexAttention's own choice."""
 
@@ -282,8 +286,6 @@ def flex_mask(tree: TokenTree, window: int | None, device: torch.device, rule: A
         window: A query sees the last `window` depths up to its own; None is all of them.
         rule: For partial tiles: whether a query attends to a key.
     """
-    from torch.nn.attention.flex_attention import BlockMask
-
     count = tree.unique_tokens
     first_T = np.arange(0, count, TILE)
     least, largest = np.minimum.reduceat, np.maximum.reduceat
@@ -385,7 +387,8 @@ class TreeAttention:
         return to_device(array, self._device)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Attention of all nodes: [1, heads, N, width] each -> [1, heads, N, width]."""
+        """Attention of all nodes, with one or more heads of queries for each of keys and values:
+        [1, heads, N, width] each -> [1, heads, N, width]."""
         if query.is_cuda:
             return self.flex(query, key, value, scale, compiled=True)
         result: Tensor = _BlockAttention.apply(query, key, value, self, scale)  # type: ignore[no-untyped-call]
@@ -395,14 +398,12 @@ class TreeAttention:
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, *, compiled: bool
     ) -> Tensor:
         """The same through FlexAttention, whose kernel is made by `torch.compile`."""
-        from torch.nn.attention.flex_attention import flex_attention
-
-        attention: Any = kernels.kernel_of(flex_attention) if compiled else flex_attention
-        result: Tensor = attention(query, key, value, block_mask=self._block_mask, scale=scale)
+        compute = kernels.kernel_of(_flex) if compiled else _flex
+        result: Tensor = compute(query, key, value, self.block_mask, scale)
         return result
 
     @cached_property
-    def _block_mask(self) -> Any:
+    def block_mask(self) -> Any:
         end_N, depth_N, window = self._end_N, self._depth_N, self._window
 
         def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -433,8 +434,70 @@ class TreeMask(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
+def _flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> Tensor:
+    grouped = query.shape[1] != key.shape[1]
+    result: Any = flex_attention(
+        query, key, value, block_mask=mask, scale=scale, enable_gqa=grouped
+    )
+    return result  # type: ignore[no-any-return]
+
+
+def sdpa_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' `sdpa` attention, registered in its place: for a tree it does not repeat keys
+    and values for each head of queries, as transformers does where there is a mask."""
+    changes = dropout or kwargs.get("position_bias") is not None or kwargs.get("softcap")
+    if changes or not isinstance(attention_mask, (TreeMask, BlockMask)):
+        found: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, **kwargs
+        )
+        return found
+    output = _attend(query, key, value, attention_mask, scaling)
+    return output.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("sdpa", sdpa_attention)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: TreeMask | BlockMask, scale: float | None
+) -> Tensor:
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    # The kernels need one width: latent attention (DeepSeek's) has wider keys than values.
+    # FlexAttention needs at least 16.
+    of_value = value.shape[-1]
+    width = max(query.shape[-1], of_value, 16 if query.is_cuda else 0)
+    query, key, value = (
+        states if states.shape[-1] == width else F.pad(states, (0, width - states.shape[-1]))
+        for states in (query, key, value)
+    )
+    if isinstance(mask, BlockMask):
+        return _flex(query, key, value, mask, scale)[..., :of_value]
+    return _carried(mask, query, key, value, scale)[..., :of_value]
+
+
 # Called by compiled layers; it compiles what it needs itself.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
+def _carried(mask: TreeMask, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    if mask.attention is None:
+        raise TrainingError(_CHANGED)
+    return mask.attention.attend(query, key, value, scale)
+
+
+_CHANGED = (
+    "the model's attention changes its mask, uses dropout or asks for causal attention in "
+    "addition to the mask; it cannot be trained on a token tree"
+)
+
+
 def _scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -447,24 +510,9 @@ def _scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Replaces torch's function of this name when its mask is a `TreeMask`."""
-    if attn_mask is None or attn_mask.attention is None or dropout_p or is_causal:
-        raise TrainingError(
-            "the model's attention changes its mask, uses dropout or asks for causal attention in "
-            "addition to the mask; it cannot be trained on a token tree"
-        )
-    if enable_gqa and key.shape[1] != query.shape[1]:
-        groups = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    # The kernels need one width: latent attention (DeepSeek's) has wider keys than values.
-    # FlexAttention needs at least 16.
-    of_value = value.shape[-1]
-    width = max(query.shape[-1], of_value, 16 if query.is_cuda else 0)
-    query, key, value = (
-        states if states.shape[-1] == width else F.pad(states, (0, width - states.shape[-1]))
-        for states in (query, key, value)
-    )
-    return attn_mask.attention.attend(query, key, value, scale)[..., :of_value]
+    if attn_mask is None or dropout_p or is_causal:
+        raise TrainingError(_CHANGED)
+    return _attend(query, key, value, attn_mask, scale)
 
 
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -705,7 +753,7 @@ def tree_logprobs(
     device = next(model.parameters()).device
     tree = TokenTree.build(rows)
     head = OutputHead(causal)
-    hidden_ND = _hidden(causal, tree, windows, device)
+    hidden_ND = _hidden(causal, tree, windows, device, compiled=compiled)
     first_U, of_T = _distinct(tree, rows)
     sampled_U = TokenTargets.of(rows, head.vocabulary, grammars).take(first_U)
     predicts_U = to_device(tree.parent[tree.completion_node[first_U]], device)
@@ -716,7 +764,13 @@ def tree_logprobs(
     return TokenLogprobs(distinct.logp_T[back_T], distinct.entropy_T[back_T])
 
 
-def tree_states(model: nn.Module, rows: Sequence[Row], *, windows: dict[str, int | None]) -> Tensor:
+def tree_states(
+    model: nn.Module,
+    rows: Sequence[Row],
+    *,
+    windows: dict[str, int | None],
+    compiled: bool = False,
+) -> Tensor:
     """Last hidden states at the nodes before the completion tokens of `rows`, in row order, [T, D].
 
     Args:
@@ -727,19 +781,28 @@ def tree_states(model: nn.Module, rows: Sequence[Row], *, windows: dict[str, int
     """
     device = next(model.parameters()).device
     tree = TokenTree.build(rows)
-    hidden_ND = _hidden(causal_model(model), tree, windows, device)
+    hidden_ND = _hidden(causal_model(model), tree, windows, device, compiled=compiled)
     return hidden_ND[to_device(tree.parent[tree.completion_node], device)]
 
 
 def _hidden(
-    model: PreTrainedModel, tree: TokenTree, windows: dict[str, int | None], device: torch.device
+    model: PreTrainedModel,
+    tree: TokenTree,
+    windows: dict[str, int | None],
+    device: torch.device,
+    *,
+    compiled: bool,
 ) -> Tensor:
     """Last hidden states of all nodes, shape [N, D]."""
     attention = {kind: TreeAttention(tree, window, device) for kind, window in windows.items()}
-    dense = model.config._attn_implementation != "sdpa"
-    masks = {
-        kind: one.dense(model.dtype) if dense else one.mask() for kind, one in attention.items()
-    }
+    masks: dict[str, Any]
+    if model.config._attn_implementation != "sdpa":
+        masks = {kind: one.dense(model.dtype) for kind, one in attention.items()}
+    elif compiled and device.type in FLEX_DEVICES:
+        # A layer with FlexAttention is one compiled function, one with `TreeMask` is seven.
+        masks = {kind: one.block_mask for kind, one in attention.items()}
+    else:
+        masks = {kind: one.mask() for kind, one in attention.items()}
     output: Any = body(model)(
         input_ids=to_device(tree.token, device)[None],
         position_ids=to_device(tree.depth, device)[None],
