@@ -24,7 +24,7 @@ still has its own log-prob.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -41,7 +41,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tuner.engines.grammar import Grammars, to_device
-from tuner.engines.transformers.cascade import flash, joined
+from tuner.engines.transformers.cascade import flash
 from tuner.engines.transformers.model_shape import head_width, layer_configs
 from tuner.engines.transformers.passes import causal_model
 from tuner.errors import TrainingError
@@ -93,15 +93,15 @@ class Siblings(NamedTuple):
     number: int
 
     def rows(self, states_N: Tensor) -> Tensor:
-        """[1, heads, N, ...] -> [number, heads, length of a run, ...]"""
-        nodes = states_N[0, :, self.start : self.stop]
-        rows: Tensor = nodes.unflatten(1, (self.number, -1)).transpose(0, 1)
-        return rows
-
-    @staticmethod
-    def joined(rows: Tensor) -> Tensor:
-        """Inverse of `rows` for these nodes: -> [1, heads, stop - start, ...]"""
-        return rows.transpose(0, 1).flatten(1, 2)[None]
+        """A view of these nodes: [1, heads, N, ...] -> [number, heads, length of a run, ...]"""
+        _, heads, _, *rest = states_N.shape
+        _, of_head, of_node, *of_rest = states_N.stride()
+        length = (self.stop - self.start) // self.number
+        return states_N.as_strided(
+            (self.number, heads, length, *rest),
+            (length * of_node, of_head, of_node, *of_rest),
+            states_N.storage_offset() + self.start * of_node,
+        )
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,9 @@ class Keys:
             gradient.index_add_(2, self.node_K, part.to(gradient.dtype))
             return
         widths = [run.stop - run.start for run in self.runs]
-        for run, own in zip(self.runs, part.split(widths, 2), strict=True):
-            gradient[:, :, run] += own
+        parts = part.split(widths, 2) if len(widths) > 1 else (part,)
+        for run, own in zip(self.runs, parts, strict=True):
+            gradient[:, :, run].add_(own)
 
 
 @dataclass(frozen=True)
@@ -520,117 +521,100 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 class _BlockAttention(torch.autograd.Function):
     """torch's CPU kernel, block by block; keys of a block are gathered again in the backward pass
-    and not kept, and their gradients are added in place."""
+    and not kept, and their gradients are added in place. Everything else is a view, each made by
+    one operation: for small models these calls are most of the time."""
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, attention: TreeAttention, scale: float
     ) -> Tensor:
         _, heads, count, width = query.shape
+        exact = torch.promote_types(query.dtype, torch.float32)
         result = query.new_empty(1, count, heads, width).transpose(1, 2)
-        sums = []
+        sums = query.new_empty((1, count, heads), dtype=exact).transpose(1, 2)
         for block in attention.blocks:
-            nodes = slice(block.first, block.last)
-            output, logsumexp = _join(
-                _causally(query, key, value, keys, scale)
-                if keys.attended == "causally"
-                else flash(
-                    query[:, :, nodes],
+            own, *shared = block.keys
+            for siblings in own.siblings:
+                states = (siblings.rows(each) for each in (query, key, value))
+                output, total = flash(*states, is_causal=True, scale=scale)
+                siblings.rows(result).copy_(output)
+                siblings.rows(sums).copy_(total)
+            others = shared if own.siblings else block.keys
+            if not others:
+                continue
+            of_block, of_sums, queries = (
+                each[:, :, block.first : block.last] for each in (result, sums, query)
+            )
+            for keys in others:
+                output, total = flash(
+                    queries,
                     keys.select(key),
                     keys.select(value),
                     attn_mask=attention.mask_of(block, keys, query.dtype),
                     scale=scale,
                 )
-                for keys in block.keys
-            )
-            result[:, :, nodes] = output
-            sums.append(logsumexp)
-        ctx.save_for_backward(query, key, value, result, *sums)
+                if keys is own:
+                    of_block.copy_(output)
+                    of_sums.copy_(total)
+                else:
+                    _join(of_block, of_sums, output, total)
+        ctx.save_for_backward(query, key, value, result, sums)
         ctx.attention, ctx.scale = attention, scale
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, result, *sums = ctx.saved_tensors
+        query, key, value, result, sums = ctx.saved_tensors
         attention: TreeAttention = ctx.attention
         # A shared prefix adds up the parts of every block after it, too many for bfloat16.
         exact = torch.promote_types(key.dtype, torch.float32)
-        of_query, of_key, of_value = (
+        of_query, of_key, of_value = totals = tuple(
             torch.zeros_like(states, dtype=exact) for states in (query, key, value)
         )
-        for block, logsumexp in zip(attention.blocks, sums, strict=True):
-            nodes = slice(block.first, block.last)
-            # Output and log-sum-exp of all keys make this the gradient of these keys' part.
-            for keys in block.keys:
-                if keys.attended == "causally":
-                    states = gradient, query, key, value, result
-                    for part, *found in _causally_backward(states, logsumexp, keys, ctx.scale):
-                        for total, own in zip((of_query, of_key, of_value), found, strict=True):
-                            total[:, :, part] += own
-                    continue
+        # Output and log-sum-exp of all keys make a set of keys' part of the gradient its own.
+        for block in attention.blocks:
+            for siblings in block.keys[0].siblings:
+                states = (siblings.rows(each) for each in (gradient, query, key, value, result))
+                found = _flash_backward(*states, siblings.rows(sums), 0.0, True, scale=ctx.scale)
+                for total, part in zip(totals, found, strict=True):
+                    siblings.rows(total).add_(part)
+            others = [keys for keys in block.keys if not keys.siblings]
+            if not others:
+                continue
+            gradients, queries, outputs, of_sums, of_queries = (
+                each[:, :, block.first : block.last]
+                for each in (gradient, query, result, sums, of_query)
+            )
+            for keys in others:
                 query_part, key_part, value_part = _flash_backward(
-                    gradient[:, :, nodes],
-                    query[:, :, nodes],
+                    gradients,
+                    queries,
                     keys.select(key),
                     keys.select(value),
-                    result[:, :, nodes],
-                    logsumexp,
+                    outputs,
+                    of_sums,
                     0.0,
                     False,
                     attn_mask=attention.mask_of(block, keys, query.dtype),
                     scale=ctx.scale,
                 )
-                of_query[:, :, nodes] += query_part
+                of_queries.add_(query_part)
                 keys.add(of_key, key_part)
                 keys.add(of_value, value_part)
         dtype = key.dtype
         return of_query.to(dtype), of_key.to(dtype), of_value.to(dtype), None, None
 
 
-def _causally(
-    query: Tensor, key: Tensor, value: Tensor, keys: Keys, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Output [1, heads, B, width] of runs that attend to themselves, and its log-sum-exps."""
-    outputs, sums = [], []
-    for siblings in keys.siblings:
-        output, logsumexp = flash(
-            siblings.rows(query),
-            siblings.rows(key),
-            siblings.rows(value),
-            is_causal=True,
-            scale=scale,
-        )
-        outputs.append(siblings.joined(output))
-        sums.append(siblings.joined(logsumexp))
-    if len(outputs) == 1:
-        return outputs[0], sums[0]
-    return torch.cat(outputs, 2), torch.cat(sums, 2)
-
-
-def _causally_backward(
-    states: tuple[Tensor, ...], logsumexp: Tensor, keys: Keys, scale: float
-) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """Nodes, and the gradients of their queries, keys and values."""
-    first = keys.siblings[0].start
-    for siblings in keys.siblings:
-        part = slice(siblings.start, siblings.stop)
-        gradient, query, key, value, result = (siblings.rows(each) for each in states)
-        own = siblings._replace(start=part.start - first, stop=part.stop - first)
-        found = _flash_backward(
-            gradient, query, key, value, result, own.rows(logsumexp), 0.0, True, scale=scale
-        )
-        of_query, of_key, of_value = (siblings.joined(each) for each in found)
-        yield part, of_query, of_key, of_value
-
-
-def _join(parts: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Combine outputs [1, heads, B, width] over several sets of keys by their log-sum-exps
-    [1, heads, B]."""
-    (output, total), *others = parts
-    for other, sums in others:
-        output, total = joined(output, total, other, sums)
-    return output, total
+def _join(output: Tensor, total: Tensor, other: Tensor, sums: Tensor) -> None:
+    """Add to outputs [1, heads, B, width] over some keys, in place, those over other keys, by their
+    log-sum-exps [1, heads, B] (as `cascade.joined`)."""
+    share = torch.sigmoid(sums - total)[..., None]
+    if output.dtype == share.dtype:
+        output.lerp_(other, share)
+    else:
+        output.copy_(output.to(share.dtype).lerp_(other.to(share.dtype), share))
+    torch.logaddexp(total, sums, out=total)
 
 
 # Settings that do not change what a token is sampled from.
