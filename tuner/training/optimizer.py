@@ -179,6 +179,7 @@ class MasterAdamW:
                 f"finite, which are not saved; lower {setting}"
             )
 
+    @torch.no_grad()
     def finite(self) -> bool:
         """Whether the norm of the weights is finite; reads them once, a tenth of a step's time."""
         return bool(nn.utils.get_total_norm(self._parameters).isfinite())

@@ -20,6 +20,7 @@ Padded rows are padded on the right: a causal model never looks there, so no mas
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ from tuner.training.forward.head import (
     body,
     logprobs_in_parts,
 )
-from tuner.training.forward.tree_pass import PassCost
+from tuner.training.forward.tree_pass import PASS_TOKENS, PassCost
 
 MASKED_TOKENS = 8192
 """Maximum length of a pack whose attention takes a mask."""
@@ -97,12 +98,15 @@ def packed_states(model: nn.Module, rows: Sequence[Row]) -> Tensor:
     return states_TD
 
 
-def pack_tokens(model: PreTrainedModel) -> int | None:
+def pack_tokens(model: PreTrainedModel, fixed: float = PASS_TOKENS) -> int | None:
     """The longest pack that is worth its mask, None if attention takes none.
 
     On a CPU that is where the cost per token is lowest: the fixed cost of a pass is spread over
     more tokens, and each is compared with more others. A model's own mask (GPT-Neo's) ends at its
     last position.
+
+    Args:
+        fixed: Cost of a pass (`PassCost`).
     """
     if model.config._attn_implementation not in ("sdpa", "eager"):
         return None
@@ -110,7 +114,7 @@ def pack_tokens(model: PreTrainedModel) -> int | None:
     longest = min(MASKED_TOKENS, getattr(config, "max_position_embeddings", None) or MASKED_TOKENS)
     if model.device.type != "cpu":
         return longest
-    return min(longest, PassCost.of(model, dense=True).cheapest_tokens())
+    return min(longest, replace(PassCost.of(model, dense=True), fixed=fixed).cheapest_tokens())
 
 
 def packs(rows: Sequence[Row], max_tokens: int) -> list[list[int]]:

@@ -528,10 +528,8 @@ class _BlockAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, attention: TreeAttention, scale: float
     ) -> Tensor:
-        _, heads, count, width = query.shape
-        exact = torch.promote_types(query.dtype, torch.float32)
-        result = query.new_empty(1, count, heads, width).transpose(1, 2)
-        sums = query.new_empty((1, count, heads), dtype=exact).transpose(1, 2)
+        result = torch.empty_like(query)
+        sums = query.new_empty(query.shape[:3], dtype=_exact(query.dtype))
         for block in attention.blocks:
             own, *shared = block.keys
             for siblings in own.siblings:
@@ -568,9 +566,8 @@ class _BlockAttention(torch.autograd.Function):
         query, key, value, result, sums = ctx.saved_tensors
         attention: TreeAttention = ctx.attention
         # A shared prefix adds up the parts of every block after it, too many for bfloat16.
-        exact = torch.promote_types(key.dtype, torch.float32)
         of_query, of_key, of_value = totals = tuple(
-            torch.zeros_like(states, dtype=exact) for states in (query, key, value)
+            torch.zeros_like(states, dtype=_exact(key.dtype)) for states in (query, key, value)
         )
         # Output and log-sum-exp of all keys make a set of keys' part of the gradient its own.
         for block in attention.blocks:
@@ -606,6 +603,11 @@ class _BlockAttention(torch.autograd.Function):
         return of_query.to(dtype), of_key.to(dtype), of_value.to(dtype), None, None
 
 
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    """float32 at least; `torch.promote_types` is an operator."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def _join(output: Tensor, total: Tensor, other: Tensor, sums: Tensor) -> None:
     """Add to outputs [1, heads, B, width] over some keys, in place, those over other keys, by their
     log-sum-exps [1, heads, B] (as `cascade.joined`)."""
@@ -625,8 +627,8 @@ _WITHOUT_EFFECT: dict[str, Any] = {
     "top_logprobs": 0,
     "stop_token_ids": (),
 }
-_PASS_TOKENS = 64.0
-"""A pass over fewer tokens takes about as long as one over this many."""
+PASS_TOKENS = 64.0
+"""A pass over fewer tokens takes about as long as one over this many, where it was not measured."""
 
 
 @dataclass(frozen=True)
@@ -637,10 +639,15 @@ class PassCost:
         pair: One query attending to one key, in all layers.
         dense: Whether every node is compared with every other (a full mask), not only with its
             ancestors.
+        fixed: The pass itself, over few tokens.
+        run: A row's tokens after the prefix that it shares with the row before it; proportionally
+            less for runs so short that several are one block.
     """
 
     pair: float
     dense: bool = False
+    fixed: float = PASS_TOKENS
+    run: float = 0.0
 
     @staticmethod
     def of(model: PreTrainedModel, *, dense: bool = False) -> PassCost:
@@ -655,13 +662,15 @@ class PassCost:
         weights = sum(p.numel() for p in model.parameters() if id(p) not in embeddings)
         return PassCost(2 * widths / weights, dense)
 
-    def __call__(self, tokens: int, pairs: int) -> float:
-        """One pass over a tree with `tokens` nodes and `pairs` pairs of a node and its ancestor."""
-        return _PASS_TOKENS + tokens + self.pair * (tokens**2 if self.dense else pairs)
+    def __call__(self, tokens: int, pairs: int, runs: float = 0.0) -> float:
+        """One pass over `tokens` tokens with `pairs` pairs of a token and one that it attends to,
+        in a tree with so many runs."""
+        attention = self.pair * (tokens**2 if self.dense else pairs)
+        return self.fixed + tokens + attention + self.run * runs
 
     def cheapest_tokens(self) -> int:
         """Number of tokens of a dense pass at which the cost per token is lowest."""
-        return max(1, round(math.sqrt(_PASS_TOKENS / self.pair)))
+        return max(1, round(math.sqrt(self.fixed / self.pair)))
 
 
 def tree_cuts(rows: Sequence[HasIds], max_tokens: int, cost: PassCost) -> list[list[int]]:
@@ -675,6 +684,13 @@ def tree_cuts(rows: Sequence[HasIds], max_tokens: int, cost: PassCost) -> list[l
     Returns:
         Row indices, in lexicographic order of their ids, cut so that the total cost is lowest.
     """
+    return cheapest_cuts(rows, max_tokens, cost)[1]
+
+
+def cheapest_cuts(
+    rows: Sequence[HasIds], max_tokens: int, cost: PassCost
+) -> tuple[float, list[list[int]]]:
+    """The same cuts, and their total cost."""
     keys = sequence_keys(rows)
     order = sorted(range(len(rows)), key=lambda i: (keys[i], i))
     length = [len(keys[i]) // 4 for i in order]
@@ -686,13 +702,19 @@ def tree_cuts(rows: Sequence[HasIds], max_tokens: int, cost: PassCost) -> list[l
         # Nodes and pairs of the tree of rows [start, stop): when `start` moves back, that row adds
         # its part before the prefix that it shares with the row after it.
         tokens = pairs = 0
+        runs = 0.0
         behind = 0  # of row `start + 1`, replaced by what row `start` adds
+        last = 0
         for start in range(stop - 1, -1, -1):
-            tokens += length[start] - behind
-            pairs += _pairs(length[start]) - _pairs(behind)
+            added = length[start] - behind
+            tokens += added
+            pairs += causal_pairs(length[start]) - causal_pairs(behind)
+            if added != last:  # answers of one length are computed at once
+                runs += min(1.0, added / BLOCKS[0])
+            last = added
             if tokens > max_tokens and start < stop - 1:
                 break
-            total = best[start] + cost(tokens, pairs)
+            total = best[start] + cost(tokens, pairs, runs)
             if total < least:
                 least, at = total, start
             behind = shared[start]
@@ -703,10 +725,10 @@ def tree_cuts(rows: Sequence[HasIds], max_tokens: int, cost: PassCost) -> list[l
     while stop:
         cuts.append(order[begin[stop] : stop])
         stop = begin[stop]
-    return cuts[::-1]
+    return best[-1], cuts[::-1]
 
 
-def _pairs(length: int) -> int:
+def causal_pairs(length: int) -> int:
     """Pairs of a node and an ancestor or itself on a path of `length` nodes."""
     return length * (length + 1) // 2
 
