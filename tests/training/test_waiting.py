@@ -10,11 +10,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.engines.models import make_model, prompt
 from tests.training import test_grammar as grammar
 from tests.training.configured import training
+from tests.training.exact import row
 from tests.training.test_trainer import random_batch, tiny_model
 from tuner.config.algorithms import EntropyLoss
 from tuner.training.batch import build_batch
+from tuner.training.forward.layouts import Forward
+from tuner.training.forward.tree_pass import PassCost
+from tuner.training.optimizer import make_optimizer
 from tuner.training.trainer import PolicyTrainer
 
 WAITING = {
@@ -72,6 +77,7 @@ OF_A_STEP = ["_local_scalar_dense"] * 3
         {"proximal": "loglinear", "rejection": (0.5, 2.0)},
         {"proximal": "recompute", "updates": 2, "entropy": EntropyLoss(entropy_coef=0.01)},
         {"optimizer_offload": True, "activation_checkpointing": True},
+        {"layout": "padded"},
     ],
     ids=str,
 )
@@ -83,6 +89,51 @@ def test_micro_batches_follow_each_other_without_waiting(settings):
     assert len(trainer._micro_batches(batch)) > 3
     updates = settings.get("updates", 1)
     assert waits(trainer, scored) == [*OF_A_STEP, *["_local_scalar_dense"] * (updates - 1)]
+
+
+class Operators(TorchDispatchMode):
+    """The number of operators, views included."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def operators(layers, rows, layout):
+    """Of the forward and backward pass over rows of a model with so many layers."""
+    model = make_model("qwen3", num_hidden_layers=layers)
+    forward = Forward("padded", in_parts=True)
+    if layout == "tree":
+        forward = Forward("tree", windows={"full_attention": None}, cost=PassCost(0.01))
+    with Operators() as seen:
+        forward.logprobs(model, rows, with_entropy=False).logp_T.sum().backward()
+    return seen.count
+
+
+@pytest.mark.parametrize(("groups", "most"), [(1, 1.4), (3, 2.0)])
+def test_a_layer_of_a_tree_takes_few_more_operators_than_one_of_padded_rows(groups, most):
+    """However many rollouts answer a question; each more question adds its runs."""
+    for rollouts in (4, 12):
+        rows = [
+            row(prompt(70, group), prompt(80, 10 * group + seed))
+            for group in range(groups)
+            for seed in range(1, rollouts + 1)
+        ]
+        tree, padded = (
+            operators(2, rows, layout) - operators(1, rows, layout) for layout in ("tree", "padded")
+        )
+        assert tree <= most * padded
+
+
+def test_the_norm_of_the_weights_after_a_step_records_no_graph():
+    optimizer = make_optimizer(tiny_model().parameters(), lr=1e-3)
+    with Operators() as seen:
+        assert optimizer.finite()
+    assert seen.count < 10
 
 
 async def test_grammars_are_replayed_without_waiting():

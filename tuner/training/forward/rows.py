@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -70,10 +71,10 @@ def packed_states(model: nn.Module, rows: Sequence[Row]) -> Tensor:
         rows: B calls with a prompt each.
     """
     device = next(model.parameters()).device
-    lengths = torch.tensor([len(row) for row in rows])
-    starts = torch.cat((torch.zeros(1, dtype=torch.long), lengths.cumsum(0)))
-    ends = to_device(starts.int(), device)
-    longest = int(lengths.max())
+    # In Python: a number of a tensor is something that Python waits for.
+    ends = list(accumulate(map(len, rows)))
+    bounds = to_device(torch.tensor([0, *ends], dtype=torch.int32), device)
+    longest = max(map(len, rows))
     output: Any = body(causal_model(model))(
         input_ids=to_device(
             torch.tensor([[i for row in rows for i in row.prompt_ids + row.completion_ids]]), device
@@ -82,8 +83,8 @@ def packed_states(model: nn.Module, rows: Sequence[Row]) -> Tensor:
         use_cache=False,
         # Flash attention would derive these from the positions in every layer; kernels of linear
         # attention start a new state where they say.
-        cu_seq_lens_q=ends,
-        cu_seq_lens_k=ends,
+        cu_seq_lens_q=bounds,
+        cu_seq_lens_k=bounds,
         max_length_q=longest,
         max_length_k=longest,
     )
@@ -91,7 +92,7 @@ def packed_states(model: nn.Module, rows: Sequence[Row]) -> Tensor:
     predicts_T = torch.cat(
         [
             torch.arange(end - len(row.completion_ids) - 1, end - 1)
-            for row, end in zip(rows, starts[1:].tolist(), strict=True)
+            for row, end in zip(rows, ends, strict=True)
         ]
     )
     states_TD: Tensor = output.last_hidden_state[0][to_device(predicts_T, device)]

@@ -437,10 +437,9 @@ class TreeMask(Tensor):
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> Tensor:
     grouped = query.shape[1] != key.shape[1]
-    result: Any = flex_attention(
-        query, key, value, block_mask=mask, scale=scale, enable_gqa=grouped
-    )
-    return result  # type: ignore[no-any-return]
+    attention: Any = flex_attention
+    result: Tensor = attention(query, key, value, block_mask=mask, scale=scale, enable_gqa=grouped)
+    return result
 
 
 def sdpa_attention(
