@@ -4,6 +4,7 @@ There is no GPU to wait for in the tests. What would make Python wait for one is
 result Python needs (`item`, `nonzero`, indexing with a mask, ...); these are looked for instead.
 """
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -127,6 +128,38 @@ def test_a_layer_of_a_tree_takes_few_more_operators_than_one_of_padded_rows(grou
             operators(2, rows, layout) - operators(1, rows, layout) for layout in ("tree", "padded")
         )
         assert tree <= most * padded
+
+
+class Casts(TorchDispatchMode):
+    """How often each tensor was cast to each dtype: by place, version, shape and strides."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+        self._kept = []  # so that no other tensor gets the same place
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        name, source = function.overloadpacket.__name__, None
+        if name in ("_to_copy", "copy_"):
+            source = args[0] if name == "_to_copy" else args[1]
+        if source is not None and source.is_floating_point() and source.dtype != result.dtype:
+            self._kept.append(source)
+            seen = source.data_ptr(), source._version, source.shape, source.stride(), result.dtype
+            self.found[seen] += source.numel() > 1
+        return result
+
+
+@pytest.mark.parametrize("layout", ["tree", "packed", "padded"])
+def test_an_update_in_bfloat16_casts_no_tensor_twice(layout):
+    trainer = PolicyTrainer(tiny_model().bfloat16(), training(total_steps=3, layout=layout))
+    scored = trainer.compute_advantages(build_batch(random_batch(0)))
+    scored = trainer.compute_ref_logp(scored)
+    trainer.ppo_update(scored)  # makes the optimizer's state
+    with Casts() as seen:
+        trainer.ppo_update(scored)
+    assert len(seen.found) > 20
+    assert max(seen.found.values()) == 1
 
 
 def test_the_norm_of_the_weights_after_a_step_records_no_graph():

@@ -1599,6 +1599,7 @@ class TrinitySection(Section):
 
 
 Layout = Literal["tree", "packed", "padded"]
+LayoutSetting = Literal["auto", "tree", "packed", "padded"]
 Checkpointing = bool | Literal["auto"]
 
 
@@ -1736,7 +1737,7 @@ class TunerSection(Section):
         description="Earlier reasoning that the chat template or the agent omits from a prompt: "
         "leave it out (`template`), or restore it as sampled (`keep`).",
     )
-    layout: Layout | Literal["auto"] = Field(
+    layout: LayoutSetting = Field(
         default="auto",
         description="How a micro-batch is computed: each distinct token once (`tree`), or rows "
         "of calls, concatenated (`packed`) or side by side (`padded`). `auto`: for each step the "
@@ -1753,7 +1754,7 @@ class TunerSection(Section):
     serving: ServingSection = ServingSection()
 
     @property
-    def exact_layout(self) -> Layout | Literal["auto"]:
+    def exact_layout(self) -> LayoutSetting:
         """`layout`, without a choice by measured time where results must not depend on it."""
         return "tree" if self.layout == "auto" and self.deterministic else self.layout
 

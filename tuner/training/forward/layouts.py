@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tuner.config.schema import Checkpointing, Layout
+from tuner.config.schema import Checkpointing, Layout, LayoutSetting
 from tuner.engines.base import SamplingParams
 from tuner.engines.grammar import Grammars
 from tuner.engines.transformers.model_shape import layer_windows, length_limit, probe_length
@@ -354,7 +354,7 @@ def exact_forward(
     model: nn.Module,
     grammars: Grammars | None,
     *,
-    layout: Layout | Literal["auto"] = "tree",
+    layout: LayoutSetting = "tree",
     checkpointing: Checkpointing = False,
     compiled: bool | None = None,
 ) -> Forward:
@@ -386,7 +386,7 @@ def exact_forward(
 def _exact(
     model: nn.Module,
     grammars: Grammars | None,
-    layout: Layout | Literal["auto"],
+    layout: LayoutSetting,
     checkpointing: Checkpointing,
 ) -> Forward:
     causal = causal_model(model)
