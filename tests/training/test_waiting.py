@@ -78,7 +78,6 @@ OF_A_STEP = ["_local_scalar_dense"] * 3
         {"proximal": "loglinear", "rejection": (0.5, 2.0)},
         {"proximal": "recompute", "updates": 2, "entropy": EntropyLoss(entropy_coef=0.01)},
         {"optimizer_offload": True, "activation_checkpointing": True},
-        {"layout": "padded"},
     ],
     ids=str,
 )
@@ -115,19 +114,19 @@ def operators(layers, rows, layout):
     return seen.count
 
 
-@pytest.mark.parametrize(("groups", "most"), [(1, 1.4), (3, 2.0)])
-def test_a_layer_of_a_tree_takes_few_more_operators_than_one_of_padded_rows(groups, most):
-    """However many rollouts answer a question; each more question adds its runs."""
-    for rollouts in (4, 12):
-        rows = [
-            row(prompt(70, group), prompt(80, 10 * group + seed))
-            for group in range(groups)
-            for seed in range(1, rollouts + 1)
-        ]
-        tree, padded = (
-            operators(2, rows, layout) - operators(1, rows, layout) for layout in ("tree", "padded")
-        )
-        assert tree <= most * padded
+@pytest.mark.parametrize(
+    ("groups", "rollouts", "most"), [(1, 4, 1.3), (1, 12, 1.6), (3, 4, 1.8), (3, 12, 2.1)]
+)
+def test_a_layer_of_a_tree_has_few_more_operators_than_one_of_padded_rows(groups, rollouts, most):
+    rows = [
+        row(prompt(70, group), prompt(80, 10 * group + seed))
+        for group in range(groups)
+        for seed in range(1, rollouts + 1)
+    ]
+    tree, padded = (
+        operators(2, rows, layout) - operators(1, rows, layout) for layout in ("tree", "padded")
+    )
+    assert tree <= most * padded
 
 
 class Casts(TorchDispatchMode):
@@ -162,7 +161,7 @@ def test_an_update_in_bfloat16_casts_no_tensor_twice(layout):
     assert max(seen.found.values()) == 1
 
 
-def test_the_norm_of_the_weights_after_a_step_records_no_graph():
+def test_the_norm_of_all_weights_is_a_few_operators():
     optimizer = make_optimizer(tiny_model().parameters(), lr=1e-3)
     with Operators() as seen:
         assert optimizer.finite()
