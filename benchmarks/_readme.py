@@ -16,7 +16,8 @@ from benchmarks.gpu.check import CHECKS, SLICES
 
 HERE = Path(__file__).parent
 TOPICS = {
-    "training": "advice agent_step async token_tree train_step trinity_experiences",
+    "training": "advice agent_step async layouts overhead token_tree train_step "
+    "trinity_experiences",
     "learning": "algorithms bandits branching credit curriculum examples history learning "
     "rebase task_sets",
     "models": "real_models real_sizes",

@@ -59,5 +59,5 @@ def changed(config: RunConfig, **numbers: Any) -> RunConfig:
 
 
 def training(**numbers: Any) -> RunConfig:
-    """The configuration of a trainer with `multi_step_grpo`'s defaults."""
-    return changed(RunConfig(name="a-run"), **numbers)
+    """The configuration of a trainer with `multi_step_grpo`'s defaults, on the token tree."""
+    return changed(RunConfig(name="a-run"), **{"layout": "tree", **numbers})

@@ -5,12 +5,13 @@ import logging
 
 import pytest
 import torch
+from torch.nn.attention import flex_attention
 
 from tests.engines.models import make_model
 from tests.models.matrix import alone, rows_of
 from tests.training.configured import training
 from tests.training.exact import computed
-from tuner.training.forward import kernels
+from tuner.training.forward import kernels, tree_pass
 from tuner.training.forward.layouts import exact_forward
 from tuner.training.trainer import PolicyTrainer
 
@@ -57,6 +58,29 @@ def test_it_is_asked_for_in_the_settings_and_trees_of_other_sizes_need_no_other_
     for longest in (30, 80, 150):
         computed(model, rows_of(longest), trainer._forward, 10_000)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+
+
+@pytest.mark.learning
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])  # one and two kinds of layers
+def test_a_layer_with_flex_attention_is_one_graph_for_trees_of_all_sizes(kind, monkeypatch):
+    """As on CUDA. FlexAttention refuses a gradient on a CPU for the kernel's sake, not for the
+    formula's, which is what this backend computes."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *states: None)
+    monkeypatch.setattr(tree_pass, "FLEX_DEVICES", ("cpu",))
+    model = make_model(kind)
+    rows = rows_of(60)
+    wanted_logp, wanted = alone(model, rows)
+    torch._dynamo.utils.counters.clear()
+    forward = exact_forward(model, None, compiled=True)
+    assert (forward.layout, forward.compiled) == ("tree", True)
+    logp, gradient = computed(model, rows, forward, 90)
+    assert (logp - wanted_logp).abs().max() < 1e-4
+    assert (gradient - wanted).norm() < 1e-5 * wanted.norm()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for longest in (30, 150):
+        computed(model, rows_of(longest), forward, 10_000)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+    assert not torch._dynamo.utils.counters["graph_break"]
 
 
 @pytest.mark.parametrize("fails", ["forward", "gradient"])

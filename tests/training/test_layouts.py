@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from functools import partial
 from unittest import mock
 
@@ -21,6 +22,7 @@ from tuner.engines.transformers.model_shape import probe_length
 from tuner.errors import ConfigError, TrainingError
 from tuner.training.batch import build_batch
 from tuner.training.forward import layouts as probing
+from tuner.training.forward import tree_pass
 from tuner.training.forward.layouts import exact_forward
 from tuner.training.forward.rows import packed_logprobs, packs
 from tuner.training.trainer import ModelFlops, PolicyTrainer
@@ -69,6 +71,62 @@ def test_a_model_that_carries_more_than_keys_from_row_to_row_trains_on_padded_ro
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.equal(weights[0], weights[1])
     assert torch.equal(weights[0], weights[2])
+
+
+def test_the_layout_that_costs_least_is_taken_for_each_batch(monkeypatch):
+    model = make_model("qwen3")
+    monkeypatch.setattr(probing, "pass_tokens", lambda model: 4096.0)
+    forward = exact_forward(model, None, layout="auto")
+    assert [one.layout for one in (forward, *forward.others)] == ["tree", "packed", "padded"]
+    apart = [row(prompt(20 + seed, seed), prompt(30, seed)) for seed in range(1, 21)]
+    talk = prompt(300)
+    shared = [row(talk[:at], prompt(30, seed)) for at in range(50, 300, 25) for seed in (1, 2)]
+    uneven = [row(prompt(2, seed), prompt(3, seed)) for seed in range(2, 12)]
+    uneven.append(row(prompt(400), prompt(10)))
+    found = {}
+    for name, rows in {"apart": apart, "shared": shared, "uneven": uneven}.items():
+        chosen, cuts = forward.planned(rows, 10_000)
+        assert sorted(i for cut in cuts for i in cut) == list(range(len(rows)))
+        assert cuts == chosen.micro_batches(rows, 10_000)
+        found[name] = chosen.layout
+        wanted = exact_forward(model, None).all_logprobs(model, rows, 10_000)
+        same = torch.cat(forward.all_logprobs(model, rows, 10_000)) - torch.cat(wanted)
+        assert same.abs().max() < 1e-5
+    assert (found["apart"], found["shared"]) == ("padded", "tree")
+    assert found["uneven"] != "padded"
+
+
+def test_other_layouts_of_a_model_are_taken_only_if_they_are_exact():
+    assert exact_forward(make_model("mamba"), None, layout="auto").others == ()
+    packed = exact_forward(make_model("llama4"), None, layout="auto")
+    assert [one.layout for one in (packed, *packed.others)] == ["packed", "padded"]
+
+
+def test_measured_costs_are_powers_of_two_and_no_part_of_a_deterministic_run():
+    assert math.log2(probing.pass_tokens(make_model("qwen3"))).is_integer()
+    for layout, deterministic, wanted in (
+        ("auto", False, "auto"),
+        ("auto", True, "tree"),
+        ("packed", True, "packed"),
+    ):
+        tuner = training(layout=layout, deterministic=deterministic).tuner
+        assert tuner.exact_layout == wanted
+
+
+def test_keys_of_a_tree_are_not_repeated_for_each_head_of_queries():
+    model, seen = make_model("qwen3"), []
+    attend = tree_pass.TreeAttention.attend
+
+    def watched(self, query, key, value, scale):
+        seen.append((query.shape[1], key.shape[1], value.shape[1]))
+        return attend(self, query, key, value, scale)
+
+    with mock.patch.object(tree_pass.TreeAttention, "attend", watched):
+        exact_forward(model, None).all_logprobs(model, ROWS, 1000)
+    config = model.config
+    few = config.num_key_value_heads
+    assert few < config.num_attention_heads
+    assert set(seen) == {(config.num_attention_heads, few, few)}
 
 
 ROWS = [row(prompt(n), prompt(m, seed=n)) for n, m in ((3, 9), (12, 2), (1, 1), (20, 4), (7, 7))]

@@ -223,7 +223,7 @@ def test_tiles_of_flex_attention_are_those_of_every_pair(window):
     pairs[:nodes, :nodes] = attention.allowed(0, nodes, torch.arange(nodes))
     by_tile = pairs.reshape(tiles, size, tiles, size).transpose(1, 2).flatten(2)
     with mock.patch.object(flex_mask, "TILE", size):
-        found = attention._block_mask
+        found = attention.block_mask
 
     def tiles_of(counts, indices):
         chosen = torch.zeros(tiles, tiles, dtype=torch.bool)
@@ -247,7 +247,7 @@ def test_tiles_of_flex_attention_are_those_of_every_pair(window):
 def test_a_tree_of_one_tile_has_the_form_of_larger_ones_and_needs_no_kernel_of_its_own():
     rows = [row(prompt(9), prompt(4, seed)) for seed in (1, 2)]
     tree = TokenTree.build(rows)
-    mask = tree_attention.TreeAttention(tree, None, torch.device("cpu"))._block_mask
+    mask = tree_attention.TreeAttention(tree, None, torch.device("cpu")).block_mask
     for indices in (mask.kv_indices, mask.full_kv_indices, mask.q_indices, mask.full_q_indices):
         assert indices.shape == (1, 1, 2, 2)
     assert mask.kv_num_blocks.tolist() == mask.q_num_blocks.tolist() == [[[1, 0]]]

@@ -4,17 +4,23 @@ There is no GPU to wait for in the tests. What would make Python wait for one is
 result Python needs (`item`, `nonzero`, indexing with a mask, ...); these are looked for instead.
 """
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.engines.models import make_model, prompt
 from tests.training import test_grammar as grammar
 from tests.training.configured import training
+from tests.training.exact import row
 from tests.training.test_trainer import random_batch, tiny_model
 from tuner.config.algorithms import EntropyLoss
 from tuner.training.batch import build_batch
+from tuner.training.forward.layouts import Forward
+from tuner.training.forward.tree_pass import PassCost
+from tuner.training.optimizer import make_optimizer
 from tuner.training.trainer import PolicyTrainer
 
 WAITING = {
@@ -83,6 +89,83 @@ def test_micro_batches_follow_each_other_without_waiting(settings):
     assert len(trainer._micro_batches(batch)) > 3
     updates = settings.get("updates", 1)
     assert waits(trainer, scored) == [*OF_A_STEP, *["_local_scalar_dense"] * (updates - 1)]
+
+
+class Operators(TorchDispatchMode):
+    """The number of operators, views included."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def operators(layers, rows, layout):
+    """Of the forward and backward pass over rows of a model with so many layers."""
+    model = make_model("qwen3", num_hidden_layers=layers)
+    forward = Forward("padded", in_parts=True)
+    if layout == "tree":
+        forward = Forward("tree", windows={"full_attention": None}, cost=PassCost(0.01))
+    with Operators() as seen:
+        forward.logprobs(model, rows, with_entropy=False).logp_T.sum().backward()
+    return seen.count
+
+
+@pytest.mark.parametrize(
+    ("groups", "rollouts", "most"), [(1, 4, 1.3), (1, 12, 1.6), (3, 4, 1.8), (3, 12, 2.1)]
+)
+def test_a_layer_of_a_tree_has_few_more_operators_than_one_of_padded_rows(groups, rollouts, most):
+    rows = [
+        row(prompt(70, group), prompt(80, 10 * group + seed))
+        for group in range(groups)
+        for seed in range(1, rollouts + 1)
+    ]
+    tree, padded = (
+        operators(2, rows, layout) - operators(1, rows, layout) for layout in ("tree", "padded")
+    )
+    assert tree <= most * padded
+
+
+class Casts(TorchDispatchMode):
+    """How often each tensor was cast to each dtype: by place, version, shape and strides."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+        self._kept = []  # so that no other tensor gets the same place
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        name, source = function.overloadpacket.__name__, None
+        if name in ("_to_copy", "copy_"):
+            source = args[0] if name == "_to_copy" else args[1]
+        if source is not None and source.is_floating_point() and source.dtype != result.dtype:
+            self._kept.append(source)
+            seen = source.data_ptr(), source._version, source.shape, source.stride(), result.dtype
+            self.found[seen] += source.numel() > 1
+        return result
+
+
+@pytest.mark.parametrize("layout", ["tree", "packed", "padded"])
+def test_an_update_in_bfloat16_casts_no_tensor_twice(layout):
+    trainer = PolicyTrainer(tiny_model().bfloat16(), training(total_steps=3, layout=layout))
+    scored = trainer.compute_advantages(build_batch(random_batch(0)))
+    scored = trainer.compute_ref_logp(scored)
+    trainer.ppo_update(scored)  # makes the optimizer's state
+    with Casts() as seen:
+        trainer.ppo_update(scored)
+    assert len(seen.found) > 20
+    assert max(seen.found.values()) == 1
+
+
+def test_the_norm_of_all_weights_is_a_few_operators():
+    optimizer = make_optimizer(tiny_model().parameters(), lr=1e-3)
+    with Operators() as seen:
+        assert optimizer.finite()
+    assert seen.count < 10
 
 
 async def test_grammars_are_replayed_without_waiting():

@@ -1599,6 +1599,7 @@ class TrinitySection(Section):
 
 
 Layout = Literal["tree", "packed", "padded"]
+LayoutSetting = Literal["auto", "tree", "packed", "padded"]
 Checkpointing = bool | Literal["auto"]
 
 
@@ -1736,12 +1737,13 @@ class TunerSection(Section):
         description="Earlier reasoning that the chat template or the agent omits from a prompt: "
         "leave it out (`template`), or restore it as sampled (`keep`).",
     )
-    layout: Layout = Field(
-        default="tree",
+    layout: LayoutSetting = Field(
+        default="auto",
         description="How a micro-batch is computed: each distinct token once (`tree`), or rows "
-        "of calls, concatenated (`packed`) or side by side (`padded`). If the model does not "
-        "support a layout, the next one is used and the reason is logged. The gradient is the "
-        "same.",
+        "of calls, concatenated (`packed`) or side by side (`padded`). `auto`: for each step the "
+        "one that takes least, by what passes take on this machine; with `tuner.deterministic` "
+        "`tree`. If the model does not support a layout, the next one is used and the reason is "
+        "logged. The gradient is the same.",
     )
     auxiliary_models: Annotated[dict[str, RemoteModel], null_is(dict)] = Field(
         default_factory=dict,
@@ -1750,6 +1752,11 @@ class TunerSection(Section):
     )
     trinity: TrinitySection = TrinitySection()
     serving: ServingSection = ServingSection()
+
+    @property
+    def exact_layout(self) -> LayoutSetting:
+        """`layout`, without a choice by measured time where results must not depend on it."""
+        return "tree" if self.layout == "auto" and self.deterministic else self.layout
 
     @field_validator("on_failure", mode="before")
     @classmethod

@@ -167,8 +167,9 @@ def _between_gradients(model: Any) -> int:
 
 
 def layout_of(config: RunConfig, model: Any) -> Layout:
-    """The layout in which training computes, as far as the model's configuration says it."""
-    layout = config.tuner.layout
+    """The layout in which training computes, as far as the model's configuration says it; the one
+    that keeps most of those that `auto` chooses from."""
+    layout = "tree" if config.tuner.layout == "auto" else config.tuner.layout
     return "packed" if layout == "tree" and isinstance(layer_windows(model), str) else layout
 
 

@@ -12,10 +12,10 @@ K the same for keys and values, F the width of the MLP, e the bytes of a number:
                                              the output; one number for each head
     MLP                 4 e F                gate, its activation, the other half, their product
 
-Padded rows need no mask, nor do packed ones with flash attention, and keys and values are not
-repeated: 2 e (Q + K) instead of 4 e Q. Other packed rows have a mask, of which each layer keeps a
-copy: e N for a token in a pack of N. Compiled layers recompute the activation and the intermediate
-values of norms: norms are 2 e D, those of Q and K e (Q + K), the MLP 3 e F.
+Trees and padded rows need no mask, nor do packed ones with flash attention, and keys and values
+are not repeated: 2 e (Q + K) instead of 4 e Q. Other packed rows have a mask, of which each layer
+keeps a copy: e N for a token in a pack of N. Compiled layers recompute the activation and the
+intermediate values of norms: norms are 2 e D, those of Q and K e (Q + K), the MLP 3 e F.
 
 Gemma's layers have norms after their parts as well, which add no outputs that are kept, and scale
 in float32: 8 D for each, 8 (Q + K) + 4 for each head. LFM2's convolutions replace attention and its
@@ -111,7 +111,8 @@ class Activations:
         embedding: Tensor = inputs.weight
         (vocabulary, width), each = embedding.shape, embedding.element_size()
         attention = getattr(model.config, "_attn_implementation", None)
-        masked = layout == "tree" or (layout == "packed" and attention in ("sdpa", "eager"))
+        masked = attention == "eager" if layout == "tree" else layout == "packed"
+        masked &= attention in ("sdpa", "eager")
         adapted = list(_adapted_matrices(model))
         settings = _Pass(each, masked, compiled, bool(adapted), *_norms(model, width))
         configs = layer_configs(config)
@@ -196,7 +197,7 @@ class _Pass:
 
     Attributes:
         each: Bytes of a number.
-        masked: Whether attention takes a mask, or the token tree.
+        masked: Whether attention takes a mask.
         frozen: Whether their own weights are frozen.
         norms: Number of norms of the hidden states in a layer.
         norms_queries: Whether queries and keys have norms.

@@ -181,7 +181,8 @@ class MasterAdamW:
 
     def finite(self) -> bool:
         """Whether the norm of the weights is finite; reads them once, a tenth of a step's time."""
-        return bool(nn.utils.get_total_norm(self._parameters).isfinite())
+        # torch computes the norms of plain tensors in one call, those of parameters one by one.
+        return bool(nn.utils.get_total_norm([p.data for p in self._parameters]).isfinite())
 
     def state_dict(self) -> dict[str, Any]:
         """State for `load_state_dict`; `torch.load` reads it with `weights_only`."""

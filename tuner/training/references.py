@@ -132,7 +132,7 @@ class Teacher:
         """A teacher with the student's vocabulary; its weights never change."""
         frozen = model.eval().requires_grad_(False)
         how = config.tuner
-        forward = exact_forward(frozen, grammars, layout=how.layout, compiled=how.compile)
+        forward = exact_forward(frozen, grammars, layout=how.exact_layout, compiled=how.compile)
         return Teacher(frozen, forward, config.trainer.micro_batch_tokens)
 
     @staticmethod

@@ -94,7 +94,7 @@ class Critic:
         self._forward = forward or exact_forward(
             causal,
             None,
-            layout=config.tuner.layout,
+            layout=config.tuner.exact_layout,
             checkpointing=config.tuner.activation_checkpointing,
             compiled=config.tuner.compile,
         )
@@ -170,8 +170,9 @@ class Critic:
         losses, clips = [], []
         device = next(self.model.parameters()).device
         budget = self._config.trainer.micro_batch_tokens
-        for indices in self._forward.micro_batches(batch.rows, budget):
-            values_T = self._values([batch.rows[i] for i in indices])
+        forward, cuts = self._forward.planned(batch.rows, budget)
+        for indices in cuts:
+            values_T = self._values(forward, [batch.rows[i] for i in indices])
             loss_T, clipped_T = clipped_value_loss(
                 values_T,
                 to_device(torch.cat([old[i] for i in indices]).to(values_T.dtype), device),
@@ -195,10 +196,10 @@ class Critic:
         for group in self.optimizer.param_groups:
             group["lr"] = self._config.tuner.critic.lr
 
-    def _values(self, rows: Sequence[Row]) -> Tensor:
+    def _values(self, forward: Forward, rows: Sequence[Row]) -> Tensor:
         """Values before the completion tokens of `rows`, in row order, shape [T]."""
         head = self.model["head"]
-        states_TD = self._forward.states(self.model["layers"], rows)
+        states_TD = forward.states(self.model["layers"], rows)
         values_T1: Tensor = head(states_TD.to(next(head.parameters()).dtype))
         return values_T1[:, 0]
 
@@ -405,7 +406,7 @@ class PolicyTrainer:
         self._forward = exact_forward(
             model,
             grammars,
-            layout=config.tuner.layout,
+            layout=config.tuner.exact_layout,
             checkpointing=config.tuner.activation_checkpointing,
             compiled=config.tuner.compile,
         )
@@ -600,8 +601,9 @@ class PolicyTrainer:
         )
         totals: dict[str, Tensor] = {}
         largest: list[Tensor] = []
-        for indices in self._micro_batches(batch):
-            current = self._forward.logprobs(
+        forward, cuts = self._planned(batch)
+        for indices in cuts:
+            current = forward.logprobs(
                 self.model,
                 [batch.rows[i] for i in indices],
                 with_entropy=algorithm.entropy_loss.entropy_coef != 0,
@@ -648,9 +650,10 @@ class PolicyTrainer:
         """Gradients of all micro-batches; returns loss and sum of entropies of each, [2]."""
         self.optimizer.zero_grad()
         sums: list[Tensor] = []
-        for indices in self._forward.micro_batches(rows, self.config.trainer.micro_batch_tokens):
+        forward, cuts = self._forward.planned(rows, self.config.trainer.micro_batch_tokens)
+        for indices in cuts:
             part = [rows[i] for i in indices]
-            current = self._forward.logprobs(self.model, part, with_entropy=False)
+            current = forward.logprobs(self.model, part, with_entropy=False)
             logp_T = current.logp_T
             lengths = torch.tensor([len(row.completion_ids) for row in part])
             weights_T = weights_N[indices].repeat_interleave(lengths).to(logp_T.dtype)
@@ -669,12 +672,15 @@ class PolicyTrainer:
         )
 
     def _micro_batches(self, batch: Batch) -> list[list[int]]:
-        cuts = self._forward.micro_batches(batch.rows, self.config.trainer.micro_batch_tokens)
-        if (
-            self.config.algorithm.policy_loss_fn == "gspo"
-        ):  # the only loss in which tokens depend on each other
-            return whole_calls(cuts, batch.call_N.tolist())
-        return cuts
+        return self._planned(batch)[1]
+
+    def _planned(self, batch: Batch) -> tuple[Forward, list[list[int]]]:
+        """The layout of an update and its micro-batches."""
+        forward, cuts = self._forward.planned(batch.rows, self.config.trainer.micro_batch_tokens)
+        # The only loss in which tokens depend on each other.
+        if self.config.algorithm.policy_loss_fn == "gspo":
+            cuts = whole_calls(cuts, batch.call_N.tolist())
+        return forward, cuts
 
     def step_lr_scheduler(self) -> None:
         """Set the learning rate of the next update."""

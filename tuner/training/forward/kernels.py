@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from types import MethodType
 from typing import Any
@@ -31,10 +31,20 @@ def kernel_of(function: Callable[..., Any]) -> Callable[..., Any]:
     compiled = torch.compile(function, dynamic=True)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with torch._dynamo.config.patch(recompile_limit=256, fail_on_recompile_limit_hit=True):
+        with _compilable():
             return compiled(*args, **kwargs)
 
     return call
+
+
+def _compilable() -> AbstractContextManager[None]:
+    """Raise torch's limit of compilations in the block. A change of its settings takes as long as
+    a compiled function's own call, so that a pass changes them once for all layers."""
+    if torch._dynamo.config.fail_on_recompile_limit_hit:
+        return nullcontext()
+    limits = {"recompile_limit": 256, "fail_on_recompile_limit_hit": True}
+    changed: AbstractContextManager[None] = torch._dynamo.config.patch(limits)
+    return changed
 
 
 STRETCH = 8
@@ -72,7 +82,8 @@ def prepared_layers(
             compute = MethodType(kernel_of(inspect.unwrap(type(layer).forward)), layer)
         layer.forward = partial(_checkpointed, compute) if checkpointed else compute
     try:
-        yield
+        with _compilable() if compiled else nullcontext():
+            yield
     finally:
         for call in calls:
             call.remove()

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,14 +22,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tuner.config.schema import Checkpointing, Layout
+from tuner.config.schema import Checkpointing, Layout, LayoutSetting
 from tuner.engines.base import SamplingParams
 from tuner.engines.grammar import Grammars
 from tuner.engines.transformers.model_shape import layer_windows, length_limit, probe_length
 from tuner.engines.transformers.passes import causal_model
 from tuner.errors import ConfigError, TrainingError
 from tuner.training.batch import Row
-from tuner.training.forward.head import TokenLogprobs
+from tuner.training.forward.head import TokenLogprobs, body
 from tuner.training.forward.kernels import layers_of, prepared_layers
 from tuner.training.forward.rows import (
     completion_logprobs,
@@ -38,7 +40,14 @@ from tuner.training.forward.rows import (
     packs,
     padded_cuts,
 )
-from tuner.training.forward.tree_pass import PassCost, tree_cuts, tree_logprobs, tree_states
+from tuner.training.forward.tree_pass import (
+    PassCost,
+    causal_pairs,
+    cheapest_cuts,
+    tree_cuts,
+    tree_logprobs,
+    tree_states,
+)
 from tuner.training.memory import Activations, tokens_of_pass
 
 T = TypeVar("T")
@@ -161,7 +170,7 @@ class Forward:
         layout: The layout of rows.
         grammars: For replaying calls that were sampled with a grammar.
         windows: For a tree: the window of each kind of layer.
-        cost: Cost of one pass over a tree.
+        cost: Cost of one pass.
         pack_tokens: Maximum length of a pack, if attention limits it.
         in_parts: Whether the logits of padded rows are computed in parts.
         checkpointing: Whether a pass with a gradient keeps only the inputs of the layers; `auto`:
@@ -169,6 +178,7 @@ class Forward:
         compiled: Whether layers and log-probs are compiled.
         limit: Maximum length of a row that is computed exactly, and why; None for any.
         room: Number of tokens that fit.
+        others: Other exact layouts, computed instead where they cost less.
     """
 
     layout: Layout
@@ -181,6 +191,29 @@ class Forward:
     compiled: bool = False
     limit: tuple[int, str] | None = None
     room: Room = field(default_factory=Room)
+    others: tuple[Forward, ...] = ()
+
+    def planned(self, rows: Sequence[Row], max_tokens: int) -> tuple[Forward, list[list[int]]]:
+        """The layout that costs least for these rows, and their `micro_batches` in it."""
+        if not self.others:
+            return self, self.micro_batches(rows, max_tokens)
+        plans = [(one, *one._plan(rows, max_tokens)) for one in (self, *self.others)]
+        chosen, _, cuts = min(plans, key=lambda plan: plan[1])
+        return chosen, cuts
+
+    def _plan(self, rows: Sequence[Row], max_tokens: int) -> tuple[float, list[list[int]]]:
+        """Cost of the micro-batches of rows, and these."""
+        assert self.cost is not None
+        if self.layout == "tree":
+            return cheapest_cuts(rows, self.room.of(max_tokens), self.cost)
+        cuts = self.micro_batches(rows, max_tokens)
+        total = 0.0
+        for cut in cuts:
+            lengths = [len(rows[i]) for i in cut]
+            if self.layout == "padded":
+                lengths = [max(lengths)] * len(cut)
+            total += self.cost(sum(lengths), sum(map(causal_pairs, lengths)))
+        return total, cuts
 
     def micro_batches(self, rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
         """Cut row indices into micro-batches of at most `max_tokens` tokens of a tree, of packed
@@ -229,7 +262,7 @@ class Forward:
         self._check_lengths(rows)
         with self._prepared(model, rows):
             if self.layout == "tree" and self.windows is not None:
-                return tree_states(model, rows, windows=self.windows)
+                return tree_states(model, rows, windows=self.windows, compiled=self.compiled)
             if self.layout == "packed":
                 return packed_states(model, rows)
             return completion_states(model, rows)
@@ -269,11 +302,13 @@ class Forward:
     ) -> tuple[Tensor, ...]:
         """Log-probs `by_row`."""
         return self.by_row(
-            rows, max_tokens, lambda part: self.logprobs(model, part, with_entropy=False).logp_T
+            rows,
+            max_tokens,
+            lambda forward, part: forward.logprobs(model, part, with_entropy=False).logp_T,
         )
 
     def by_row(
-        self, rows: Sequence[Row], max_tokens: int, compute: Callable[[list[Row]], Tensor]
+        self, rows: Sequence[Row], max_tokens: int, compute: Callable[[Forward, list[Row]], Tensor]
     ) -> tuple[Tensor, ...]:
         """Results of `compute` for completion tokens, in micro-batches and without a gradient.
 
@@ -284,12 +319,13 @@ class Forward:
 
     @torch.no_grad()
     def _by_row(
-        self, rows: Sequence[Row], max_tokens: int, compute: Callable[[list[Row]], Tensor]
+        self, rows: Sequence[Row], max_tokens: int, compute: Callable[[Forward, list[Row]], Tensor]
     ) -> tuple[Tensor, ...]:
         result: dict[int, Tensor] = {}
-        for indices in self.micro_batches(rows, max_tokens):
+        forward, cuts = self.planned(rows, max_tokens)
+        for indices in cuts:
             part = [rows[i] for i in indices]
-            pieces = compute(part).split([len(row.completion_ids) for row in part])
+            pieces = compute(forward, part).split([len(row.completion_ids) for row in part])
             result.update(zip(indices, pieces, strict=True))
         return tuple(result[i] for i in range(len(rows)))
 
@@ -328,12 +364,13 @@ def exact_forward(
     model: nn.Module,
     grammars: Grammars | None,
     *,
-    layout: Layout = "tree",
+    layout: LayoutSetting = "tree",
     checkpointing: Checkpointing = False,
     compiled: bool | None = None,
 ) -> Forward:
     """The first of `layout`, token tree, packed rows and padded rows that is exact for `model`;
-    logs which one and why.
+    logs which one and why. With `auto` it is one of those that are exact, the cheapest for each
+    batch.
 
     Each is compared with one row per call on a few tokens.
 
@@ -357,17 +394,26 @@ def exact_forward(
 
 
 def _exact(
-    model: nn.Module, grammars: Grammars | None, layout: Layout, checkpointing: Checkpointing
+    model: nn.Module,
+    grammars: Grammars | None,
+    layout: LayoutSetting,
+    checkpointing: Checkpointing,
 ) -> Forward:
     causal = causal_model(model)
     limit = length_limit(causal.config) if isinstance(causal, PreTrainedModel) else None
-    common: Any = {"grammars": grammars, "checkpointing": checkpointing, "limit": limit}
+    common: Any = {
+        "grammars": grammars,
+        "checkpointing": checkpointing,
+        "limit": limit,
+        "room": Room(),
+    }
     not_tree = None
-    if layout == "tree":
+    if layout in ("auto", "tree"):
         windows = _tree_windows(model)
         if not isinstance(windows, str):
             cost = PassCost.of(causal, dense=causal.config._attn_implementation != "sdpa")
-            return Forward("tree", windows=windows, cost=cost, **common)
+            tree = Forward("tree", windows=windows, cost=cost, **common)
+            return _with_others(tree, model, common) if layout == "auto" else tree
         not_tree = f"the model cannot be computed on a token tree: {windows}"
     if layout != "padded":
         not_packed = _inexact(model, partial(packed_logprobs, model, with_entropy=False))
@@ -378,15 +424,14 @@ def _exact(
                     "token once, because %s",
                     not_tree,
                 )
-            return Forward("packed", pack_tokens=pack_tokens(causal), **common)
+            packed = Forward("packed", pack_tokens=pack_tokens(causal), **common)
+            return _with_others(packed, model, common) if layout == "auto" else packed
         not_packed = f"packed rows would not be exact: {not_packed}"
         _log.warning(
             "training computes padded rows, one per call, because %s",
             "; and ".join(filter(None, (not_tree, not_packed))),
         )
-    not_in_parts = _inexact(
-        model, partial(completion_logprobs, model, with_entropy=False, in_parts=True)
-    )
+    not_in_parts = _not_in_parts(model)
     if not_in_parts is not None:
         inexact = _inexact(model, partial(completion_logprobs, model, with_entropy=False))
         if inexact is not None:
@@ -402,9 +447,79 @@ def _exact(
     return Forward("padded", in_parts=not_in_parts is None, **common)
 
 
+def _not_in_parts(model: nn.Module) -> str | None:
+    """Why the logits of padded rows cannot be computed in parts; None if they can."""
+    padded = partial(completion_logprobs, model, with_entropy=False, in_parts=True)
+    return _inexact(model, padded)
+
+
+_RUN = 0.15
+"""Operations of attention over one more run of a tree, as a share of those of a pass, on a CPU."""
+
+
+def _with_others(first: Forward, model: nn.Module, common: Any) -> Forward:
+    """The same with the other exact layouts and the measured costs of all."""
+    causal = causal_model(model)
+    if not isinstance(causal, PreTrainedModel):
+        return first
+    on_cpu = causal.device.type == "cpu"
+    fixed = pass_tokens(causal)
+    cost = replace(PassCost.of(causal), fixed=fixed)
+    attention = causal.config._attn_implementation
+    others = []
+    # On a GPU packs with a mask take longer than either of the others.
+    masked = attention in ("sdpa", "eager")
+    if first.layout == "packed" or (
+        (on_cpu or not masked)
+        and _inexact(model, partial(packed_logprobs, model, with_entropy=False)) is None
+    ):
+        packed_cost, longest = replace(cost, dense=masked), pack_tokens(causal, fixed)
+        others.append(Forward("packed", pack_tokens=longest, cost=packed_cost, **common))
+    if _not_in_parts(model) is None:
+        padded_cost = replace(cost, dense=attention == "eager")
+        others.append(Forward("padded", in_parts=True, cost=padded_cost, **common))
+    if first.layout == "packed":
+        return replace(others[0], others=tuple(others[1:]))
+    assert first.cost is not None
+    of_tree = replace(first.cost, fixed=fixed, run=_RUN * fixed if on_cpu else 0.0)
+    return replace(first, cost=of_tree, others=tuple(others))
+
+
+@torch.no_grad()
+def pass_tokens(model: PreTrainedModel) -> float:
+    """Number of tokens over which the layers take as long as a pass over few tokens takes in any
+    case, measured. It is a power of two, so that the same machine finds the same."""
+    device = model.device
+    few, many = 1, 512 if device.type == "cuda" else 16  # rows of 8 tokens
+
+    def seconds(rows: int) -> float:
+        ids, taken = torch.zeros((rows, 8), dtype=torch.long, device=device), []
+        # The first pass allocates memory. A pass that takes long varies less.
+        while len(taken) < 2 or (len(taken) < 4 and sum(taken) < _MEASURED):
+            started = time.perf_counter()
+            body(model)(input_ids=ids, use_cache=False)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            taken.append(time.perf_counter() - started)
+        return min(taken)
+
+    base = seconds(few)
+    each = (seconds(many) - base) / (8 * (many - few))
+    found = base / each - 8 * few if each > 0 else _MOST_FIXED
+    return float(2 ** round(math.log2(min(max(found, _LEAST_FIXED), _MOST_FIXED))))
+
+
+_MEASURED = 0.1
+"""Seconds after which a pass is not repeated for a measurement."""
+_LEAST_FIXED, _MOST_FIXED = 8.0, 65_536.0
+
+
 def _compiled_if_exact(plain: Forward, model: nn.Module) -> Forward:
     """The same with compiled layers, if log-probs and a gradient stay the same."""
-    found = replace(plain, compiled=True)
+    others = tuple(_compiled_if_exact(other, model) for other in plain.others)
+    if not all(other.compiled for other in others):
+        return replace(plain, others=tuple(replace(o, compiled=False) for o in others))
+    found = replace(plain, compiled=True, others=others)
     allowed = _allowed(next(model.parameters()).dtype)
     try:
         wanted, got = (_probed(way, model) for way in (plain, found))

@@ -20,6 +20,8 @@ Padded rows are padded on the right: a causal model never looks there, so no mas
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -38,7 +40,7 @@ from tuner.training.forward.head import (
     body,
     logprobs_in_parts,
 )
-from tuner.training.forward.tree_pass import PassCost
+from tuner.training.forward.tree_pass import PASS_TOKENS, PassCost
 
 MASKED_TOKENS = 8192
 """Maximum length of a pack whose attention takes a mask."""
@@ -69,10 +71,10 @@ def packed_states(model: nn.Module, rows: Sequence[Row]) -> Tensor:
         rows: B calls with a prompt each.
     """
     device = next(model.parameters()).device
-    lengths = torch.tensor([len(row) for row in rows])
-    starts = torch.cat((torch.zeros(1, dtype=torch.long), lengths.cumsum(0)))
-    ends = to_device(starts.int(), device)
-    longest = int(lengths.max())
+    # In Python: a number of a tensor is something that Python waits for.
+    ends = list(accumulate(map(len, rows)))
+    bounds = to_device(torch.tensor([0, *ends], dtype=torch.int32), device)
+    longest = max(map(len, rows))
     output: Any = body(causal_model(model))(
         input_ids=to_device(
             torch.tensor([[i for row in rows for i in row.prompt_ids + row.completion_ids]]), device
@@ -81,8 +83,8 @@ def packed_states(model: nn.Module, rows: Sequence[Row]) -> Tensor:
         use_cache=False,
         # Flash attention would derive these from the positions in every layer; kernels of linear
         # attention start a new state where they say.
-        cu_seq_lens_q=ends,
-        cu_seq_lens_k=ends,
+        cu_seq_lens_q=bounds,
+        cu_seq_lens_k=bounds,
         max_length_q=longest,
         max_length_k=longest,
     )
@@ -90,19 +92,22 @@ def packed_states(model: nn.Module, rows: Sequence[Row]) -> Tensor:
     predicts_T = torch.cat(
         [
             torch.arange(end - len(row.completion_ids) - 1, end - 1)
-            for row, end in zip(rows, starts[1:].tolist(), strict=True)
+            for row, end in zip(rows, ends, strict=True)
         ]
     )
     states_TD: Tensor = output.last_hidden_state[0][to_device(predicts_T, device)]
     return states_TD
 
 
-def pack_tokens(model: PreTrainedModel) -> int | None:
+def pack_tokens(model: PreTrainedModel, fixed: float = PASS_TOKENS) -> int | None:
     """The longest pack that is worth its mask, None if attention takes none.
 
     On a CPU that is where the cost per token is lowest: the fixed cost of a pass is spread over
     more tokens, and each is compared with more others. A model's own mask (GPT-Neo's) ends at its
     last position.
+
+    Args:
+        fixed: Cost of a pass (`PassCost`).
     """
     if model.config._attn_implementation not in ("sdpa", "eager"):
         return None
@@ -110,7 +115,7 @@ def pack_tokens(model: PreTrainedModel) -> int | None:
     longest = min(MASKED_TOKENS, getattr(config, "max_position_embeddings", None) or MASKED_TOKENS)
     if model.device.type != "cpu":
         return longest
-    return min(longest, PassCost.of(model, dense=True).cheapest_tokens())
+    return min(longest, replace(PassCost.of(model, dense=True), fixed=fixed).cheapest_tokens())
 
 
 def packs(rows: Sequence[Row], max_tokens: int) -> list[list[int]]:

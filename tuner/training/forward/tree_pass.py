@@ -24,7 +24,7 @@ still has its own log-prob.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -36,10 +36,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tuner.engines.grammar import Grammars, to_device
-from tuner.engines.transformers.cascade import flash, joined
+from tuner.engines.transformers.cascade import flash
 from tuner.engines.transformers.model_shape import head_width, layer_configs
 from tuner.engines.transformers.passes import causal_model
 from tuner.errors import TrainingError
@@ -91,15 +93,15 @@ class Siblings(NamedTuple):
     number: int
 
     def rows(self, states_N: Tensor) -> Tensor:
-        """[1, heads, N, ...] -> [number, heads, length of a run, ...]"""
-        nodes = states_N[0, :, self.start : self.stop]
-        rows: Tensor = nodes.unflatten(1, (self.number, -1)).transpose(0, 1)
-        return rows
-
-    @staticmethod
-    def joined(rows: Tensor) -> Tensor:
-        """Inverse of `rows` for these nodes: -> [1, heads, stop - start, ...]"""
-        return rows.transpose(0, 1).flatten(1, 2)[None]
+        """A view of these nodes: [1, heads, N, ...] -> [number, heads, length of a run, ...]"""
+        _, heads, _, *rest = states_N.shape
+        _, of_head, of_node, *of_rest = states_N.stride()
+        length = (self.stop - self.start) // self.number
+        return states_N.as_strided(
+            (self.number, heads, length, *rest),
+            (length * of_node, of_head, of_node, *of_rest),
+            states_N.storage_offset() + self.start * of_node,
+        )
 
 
 @dataclass(frozen=True)
@@ -133,8 +135,9 @@ class Keys:
             gradient.index_add_(2, self.node_K, part.to(gradient.dtype))
             return
         widths = [run.stop - run.start for run in self.runs]
-        for run, own in zip(self.runs, part.split(widths, 2), strict=True):
-            gradient[:, :, run] += own
+        parts = part.split(widths, 2) if len(widths) > 1 else (part,)
+        for run, own in zip(self.runs, parts, strict=True):
+            gradient[:, :, run].add_(own)
 
 
 @dataclass(frozen=True)
@@ -267,6 +270,8 @@ def _cuts(tree: TokenTree, window: int | None) -> Iterator[tuple[int, int]]:
 # subtrees of a tile are enough (`flex_mask`).
 
 
+FLEX_DEVICES = ("cuda",)
+"""Devices on which FlexAttention has a backward pass."""
 TILE = 128
 """Queries and keys of a tile, FlexAttention's own choice."""
 
@@ -282,8 +287,6 @@ def flex_mask(tree: TokenTree, window: int | None, device: torch.device, rule: A
         window: A query sees the last `window` depths up to its own; None is all of them.
         rule: For partial tiles: whether a query attends to a key.
     """
-    from torch.nn.attention.flex_attention import BlockMask
-
     count = tree.unique_tokens
     first_T = np.arange(0, count, TILE)
     least, largest = np.minimum.reduceat, np.maximum.reduceat
@@ -385,7 +388,8 @@ class TreeAttention:
         return to_device(array, self._device)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Attention of all nodes: [1, heads, N, width] each -> [1, heads, N, width]."""
+        """Attention of all nodes, with one or more heads of queries for each of keys and values:
+        [1, heads, N, width] each -> [1, heads, N, width]."""
         if query.is_cuda:
             return self.flex(query, key, value, scale, compiled=True)
         result: Tensor = _BlockAttention.apply(query, key, value, self, scale)  # type: ignore[no-untyped-call]
@@ -395,14 +399,12 @@ class TreeAttention:
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, *, compiled: bool
     ) -> Tensor:
         """The same through FlexAttention, whose kernel is made by `torch.compile`."""
-        from torch.nn.attention.flex_attention import flex_attention
-
-        attention: Any = kernels.kernel_of(flex_attention) if compiled else flex_attention
-        result: Tensor = attention(query, key, value, block_mask=self._block_mask, scale=scale)
+        compute = kernels.kernel_of(_flex) if compiled else _flex
+        result: Tensor = compute(query, key, value, self.block_mask, scale)
         return result
 
     @cached_property
-    def _block_mask(self) -> Any:
+    def block_mask(self) -> Any:
         end_N, depth_N, window = self._end_N, self._depth_N, self._window
 
         def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -433,8 +435,69 @@ class TreeMask(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
+def _flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> Tensor:
+    grouped = query.shape[1] != key.shape[1]
+    attention: Any = flex_attention
+    result: Tensor = attention(query, key, value, block_mask=mask, scale=scale, enable_gqa=grouped)
+    return result
+
+
+def sdpa_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' `sdpa` attention, registered in its place: for a tree it does not repeat keys
+    and values for each head of queries, as transformers does where there is a mask."""
+    changes = dropout or kwargs.get("position_bias") is not None or kwargs.get("softcap")
+    if changes or not isinstance(attention_mask, (TreeMask, BlockMask)):
+        found: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, **kwargs
+        )
+        return found
+    output = _attend(query, key, value, attention_mask, scaling)
+    return output.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("sdpa", sdpa_attention)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: TreeMask | BlockMask, scale: float | None
+) -> Tensor:
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    # The kernels need one width: latent attention (DeepSeek's) has wider keys than values.
+    # FlexAttention needs at least 16.
+    of_value = value.shape[-1]
+    width = max(query.shape[-1], of_value, 16 if query.is_cuda else 0)
+    query, key, value = (
+        states if states.shape[-1] == width else F.pad(states, (0, width - states.shape[-1]))
+        for states in (query, key, value)
+    )
+    if isinstance(mask, BlockMask):
+        return _flex(query, key, value, mask, scale)[..., :of_value]
+    return _carried(mask, query, key, value, scale)[..., :of_value]
+
+
 # Called by compiled layers; it compiles what it needs itself.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
+def _carried(mask: TreeMask, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    if mask.attention is None:
+        raise TrainingError(_CHANGED)
+    return mask.attention.attend(query, key, value, scale)
+
+
+_CHANGED = (
+    "the model's attention changes its mask, uses dropout or asks for causal attention in "
+    "addition to the mask; it cannot be trained on a token tree"
+)
+
+
 def _scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -447,24 +510,9 @@ def _scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Replaces torch's function of this name when its mask is a `TreeMask`."""
-    if attn_mask is None or attn_mask.attention is None or dropout_p or is_causal:
-        raise TrainingError(
-            "the model's attention changes its mask, uses dropout or asks for causal attention in "
-            "addition to the mask; it cannot be trained on a token tree"
-        )
-    if enable_gqa and key.shape[1] != query.shape[1]:
-        groups = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    # The kernels need one width: latent attention (DeepSeek's) has wider keys than values.
-    # FlexAttention needs at least 16.
-    of_value = value.shape[-1]
-    width = max(query.shape[-1], of_value, 16 if query.is_cuda else 0)
-    query, key, value = (
-        states if states.shape[-1] == width else F.pad(states, (0, width - states.shape[-1]))
-        for states in (query, key, value)
-    )
-    return attn_mask.attention.attend(query, key, value, scale)[..., :of_value]
+    if attn_mask is None or dropout_p or is_causal:
+        raise TrainingError(_CHANGED)
+    return _attend(query, key, value, attn_mask, scale)
 
 
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -472,117 +520,102 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 class _BlockAttention(torch.autograd.Function):
     """torch's CPU kernel, block by block; keys of a block are gathered again in the backward pass
-    and not kept, and their gradients are added in place."""
+    and not kept, and their gradients are added in place. Everything else is a view, each made by
+    one operation: for small models these calls are most of the time."""
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, attention: TreeAttention, scale: float
     ) -> Tensor:
-        _, heads, count, width = query.shape
-        result = query.new_empty(1, count, heads, width).transpose(1, 2)
-        sums = []
+        result = torch.empty_like(query)
+        sums = query.new_empty(query.shape[:3], dtype=_exact(query.dtype))
         for block in attention.blocks:
-            nodes = slice(block.first, block.last)
-            output, logsumexp = _join(
-                _causally(query, key, value, keys, scale)
-                if keys.attended == "causally"
-                else flash(
-                    query[:, :, nodes],
+            own, *shared = block.keys
+            for siblings in own.siblings:
+                states = (siblings.rows(each) for each in (query, key, value))
+                output, total = flash(*states, is_causal=True, scale=scale)
+                siblings.rows(result).copy_(output)
+                siblings.rows(sums).copy_(total)
+            others = shared if own.siblings else block.keys
+            if not others:
+                continue
+            of_block, of_sums, queries = (
+                each[:, :, block.first : block.last] for each in (result, sums, query)
+            )
+            for keys in others:
+                output, total = flash(
+                    queries,
                     keys.select(key),
                     keys.select(value),
                     attn_mask=attention.mask_of(block, keys, query.dtype),
                     scale=scale,
                 )
-                for keys in block.keys
-            )
-            result[:, :, nodes] = output
-            sums.append(logsumexp)
-        ctx.save_for_backward(query, key, value, result, *sums)
+                if keys is own:
+                    of_block.copy_(output)
+                    of_sums.copy_(total)
+                else:
+                    _join(of_block, of_sums, output, total)
+        ctx.save_for_backward(query, key, value, result, sums)
         ctx.attention, ctx.scale = attention, scale
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, result, *sums = ctx.saved_tensors
+        query, key, value, result, sums = ctx.saved_tensors
         attention: TreeAttention = ctx.attention
         # A shared prefix adds up the parts of every block after it, too many for bfloat16.
-        exact = torch.promote_types(key.dtype, torch.float32)
-        of_query, of_key, of_value = (
-            torch.zeros_like(states, dtype=exact) for states in (query, key, value)
+        of_query, of_key, of_value = totals = tuple(
+            torch.zeros_like(states, dtype=_exact(key.dtype)) for states in (query, key, value)
         )
-        for block, logsumexp in zip(attention.blocks, sums, strict=True):
-            nodes = slice(block.first, block.last)
-            # Output and log-sum-exp of all keys make this the gradient of these keys' part.
-            for keys in block.keys:
-                if keys.attended == "causally":
-                    states = gradient, query, key, value, result
-                    for part, *found in _causally_backward(states, logsumexp, keys, ctx.scale):
-                        for total, own in zip((of_query, of_key, of_value), found, strict=True):
-                            total[:, :, part] += own
-                    continue
+        # Output and log-sum-exp of all keys make a set of keys' part of the gradient its own.
+        for block in attention.blocks:
+            for siblings in block.keys[0].siblings:
+                states = (siblings.rows(each) for each in (gradient, query, key, value, result))
+                found = _flash_backward(*states, siblings.rows(sums), 0.0, True, scale=ctx.scale)
+                for total, part in zip(totals, found, strict=True):
+                    siblings.rows(total).add_(part)
+            others = [keys for keys in block.keys if not keys.siblings]
+            if not others:
+                continue
+            gradients, queries, outputs, of_sums, of_queries = (
+                each[:, :, block.first : block.last]
+                for each in (gradient, query, result, sums, of_query)
+            )
+            for keys in others:
                 query_part, key_part, value_part = _flash_backward(
-                    gradient[:, :, nodes],
-                    query[:, :, nodes],
+                    gradients,
+                    queries,
                     keys.select(key),
                     keys.select(value),
-                    result[:, :, nodes],
-                    logsumexp,
+                    outputs,
+                    of_sums,
                     0.0,
                     False,
                     attn_mask=attention.mask_of(block, keys, query.dtype),
                     scale=ctx.scale,
                 )
-                of_query[:, :, nodes] += query_part
+                of_queries.add_(query_part)
                 keys.add(of_key, key_part)
                 keys.add(of_value, value_part)
         dtype = key.dtype
         return of_query.to(dtype), of_key.to(dtype), of_value.to(dtype), None, None
 
 
-def _causally(
-    query: Tensor, key: Tensor, value: Tensor, keys: Keys, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Output [1, heads, B, width] of runs that attend to themselves, and its log-sum-exps."""
-    outputs, sums = [], []
-    for siblings in keys.siblings:
-        output, logsumexp = flash(
-            siblings.rows(query),
-            siblings.rows(key),
-            siblings.rows(value),
-            is_causal=True,
-            scale=scale,
-        )
-        outputs.append(siblings.joined(output))
-        sums.append(siblings.joined(logsumexp))
-    if len(outputs) == 1:
-        return outputs[0], sums[0]
-    return torch.cat(outputs, 2), torch.cat(sums, 2)
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    """float32 at least; `torch.promote_types` is an operator."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _causally_backward(
-    states: tuple[Tensor, ...], logsumexp: Tensor, keys: Keys, scale: float
-) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """Nodes, and the gradients of their queries, keys and values."""
-    first = keys.siblings[0].start
-    for siblings in keys.siblings:
-        part = slice(siblings.start, siblings.stop)
-        gradient, query, key, value, result = (siblings.rows(each) for each in states)
-        own = siblings._replace(start=part.start - first, stop=part.stop - first)
-        found = _flash_backward(
-            gradient, query, key, value, result, own.rows(logsumexp), 0.0, True, scale=scale
-        )
-        of_query, of_key, of_value = (siblings.joined(each) for each in found)
-        yield part, of_query, of_key, of_value
-
-
-def _join(parts: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Combine outputs [1, heads, B, width] over several sets of keys by their log-sum-exps
-    [1, heads, B]."""
-    (output, total), *others = parts
-    for other, sums in others:
-        output, total = joined(output, total, other, sums)
-    return output, total
+def _join(output: Tensor, total: Tensor, other: Tensor, sums: Tensor) -> None:
+    """Add to outputs [1, heads, B, width] over some keys, in place, those over other keys, by their
+    log-sum-exps [1, heads, B] (as `cascade.joined`)."""
+    share = torch.sigmoid(sums - total)[..., None]
+    if output.dtype == share.dtype:
+        output.lerp_(other, share)
+    else:
+        output.copy_(output.to(share.dtype).lerp_(other.to(share.dtype), share))
+    torch.logaddexp(total, sums, out=total)
 
 
 # Settings that do not change what a token is sampled from.
@@ -593,8 +626,8 @@ _WITHOUT_EFFECT: dict[str, Any] = {
     "top_logprobs": 0,
     "stop_token_ids": (),
 }
-_PASS_TOKENS = 64.0
-"""A pass over fewer tokens takes about as long as one over this many."""
+PASS_TOKENS = 64.0
+"""A pass over fewer tokens takes about as long as one over this many, where it was not measured."""
 
 
 @dataclass(frozen=True)
@@ -605,10 +638,15 @@ class PassCost:
         pair: One query attending to one key, in all layers.
         dense: Whether every node is compared with every other (a full mask), not only with its
             ancestors.
+        fixed: The pass itself, over few tokens.
+        run: A row's tokens after the prefix that it shares with the row before it; proportionally
+            less for runs so short that several are one block.
     """
 
     pair: float
     dense: bool = False
+    fixed: float = PASS_TOKENS
+    run: float = 0.0
 
     @staticmethod
     def of(model: PreTrainedModel, *, dense: bool = False) -> PassCost:
@@ -623,13 +661,15 @@ class PassCost:
         weights = sum(p.numel() for p in model.parameters() if id(p) not in embeddings)
         return PassCost(2 * widths / weights, dense)
 
-    def __call__(self, tokens: int, pairs: int) -> float:
-        """One pass over a tree with `tokens` nodes and `pairs` pairs of a node and its ancestor."""
-        return _PASS_TOKENS + tokens + self.pair * (tokens**2 if self.dense else pairs)
+    def __call__(self, tokens: int, pairs: int, runs: float = 0.0) -> float:
+        """One pass over `tokens` tokens with `pairs` pairs of a token and one that it attends to,
+        in a tree with so many runs."""
+        attention = self.pair * (tokens**2 if self.dense else pairs)
+        return self.fixed + tokens + attention + self.run * runs
 
     def cheapest_tokens(self) -> int:
         """Number of tokens of a dense pass at which the cost per token is lowest."""
-        return max(1, round(math.sqrt(_PASS_TOKENS / self.pair)))
+        return max(1, round(math.sqrt(self.fixed / self.pair)))
 
 
 def tree_cuts(rows: Sequence[HasIds], max_tokens: int, cost: PassCost) -> list[list[int]]:
@@ -643,6 +683,13 @@ def tree_cuts(rows: Sequence[HasIds], max_tokens: int, cost: PassCost) -> list[l
     Returns:
         Row indices, in lexicographic order of their ids, cut so that the total cost is lowest.
     """
+    return cheapest_cuts(rows, max_tokens, cost)[1]
+
+
+def cheapest_cuts(
+    rows: Sequence[HasIds], max_tokens: int, cost: PassCost
+) -> tuple[float, list[list[int]]]:
+    """The same cuts, and their total cost."""
     keys = sequence_keys(rows)
     order = sorted(range(len(rows)), key=lambda i: (keys[i], i))
     length = [len(keys[i]) // 4 for i in order]
@@ -654,13 +701,19 @@ def tree_cuts(rows: Sequence[HasIds], max_tokens: int, cost: PassCost) -> list[l
         # Nodes and pairs of the tree of rows [start, stop): when `start` moves back, that row adds
         # its part before the prefix that it shares with the row after it.
         tokens = pairs = 0
+        runs = 0.0
         behind = 0  # of row `start + 1`, replaced by what row `start` adds
+        last = 0
         for start in range(stop - 1, -1, -1):
-            tokens += length[start] - behind
-            pairs += _pairs(length[start]) - _pairs(behind)
+            added = length[start] - behind
+            tokens += added
+            pairs += causal_pairs(length[start]) - causal_pairs(behind)
+            if added != last:  # answers of one length are computed at once
+                runs += min(1.0, added / BLOCKS[0])
+            last = added
             if tokens > max_tokens and start < stop - 1:
                 break
-            total = best[start] + cost(tokens, pairs)
+            total = best[start] + cost(tokens, pairs, runs)
             if total < least:
                 least, at = total, start
             behind = shared[start]
@@ -671,10 +724,10 @@ def tree_cuts(rows: Sequence[HasIds], max_tokens: int, cost: PassCost) -> list[l
     while stop:
         cuts.append(order[begin[stop] : stop])
         stop = begin[stop]
-    return cuts[::-1]
+    return best[-1], cuts[::-1]
 
 
-def _pairs(length: int) -> int:
+def causal_pairs(length: int) -> int:
     """Pairs of a node and an ancestor or itself on a path of `length` nodes."""
     return length * (length + 1) // 2
 
@@ -705,7 +758,7 @@ def tree_logprobs(
     device = next(model.parameters()).device
     tree = TokenTree.build(rows)
     head = OutputHead(causal)
-    hidden_ND = _hidden(causal, tree, windows, device)
+    hidden_ND = _hidden(causal, tree, windows, device, compiled=compiled)
     first_U, of_T = _distinct(tree, rows)
     sampled_U = TokenTargets.of(rows, head.vocabulary, grammars).take(first_U)
     predicts_U = to_device(tree.parent[tree.completion_node[first_U]], device)
@@ -716,7 +769,13 @@ def tree_logprobs(
     return TokenLogprobs(distinct.logp_T[back_T], distinct.entropy_T[back_T])
 
 
-def tree_states(model: nn.Module, rows: Sequence[Row], *, windows: dict[str, int | None]) -> Tensor:
+def tree_states(
+    model: nn.Module,
+    rows: Sequence[Row],
+    *,
+    windows: dict[str, int | None],
+    compiled: bool = False,
+) -> Tensor:
     """Last hidden states at the nodes before the completion tokens of `rows`, in row order, [T, D].
 
     Args:
@@ -727,19 +786,28 @@ def tree_states(model: nn.Module, rows: Sequence[Row], *, windows: dict[str, int
     """
     device = next(model.parameters()).device
     tree = TokenTree.build(rows)
-    hidden_ND = _hidden(causal_model(model), tree, windows, device)
+    hidden_ND = _hidden(causal_model(model), tree, windows, device, compiled=compiled)
     return hidden_ND[to_device(tree.parent[tree.completion_node], device)]
 
 
 def _hidden(
-    model: PreTrainedModel, tree: TokenTree, windows: dict[str, int | None], device: torch.device
+    model: PreTrainedModel,
+    tree: TokenTree,
+    windows: dict[str, int | None],
+    device: torch.device,
+    *,
+    compiled: bool,
 ) -> Tensor:
     """Last hidden states of all nodes, shape [N, D]."""
     attention = {kind: TreeAttention(tree, window, device) for kind, window in windows.items()}
-    dense = model.config._attn_implementation != "sdpa"
-    masks = {
-        kind: one.dense(model.dtype) if dense else one.mask() for kind, one in attention.items()
-    }
+    masks: dict[str, Any]
+    if model.config._attn_implementation != "sdpa":
+        masks = {kind: one.dense(model.dtype) for kind, one in attention.items()}
+    elif compiled and device.type in FLEX_DEVICES:
+        # A layer with FlexAttention is one compiled function, one with `TreeMask` is seven.
+        masks = {kind: one.block_mask for kind, one in attention.items()}
+    else:
+        masks = {kind: one.mask() for kind, one in attention.items()}
     output: Any = body(model)(
         input_ids=to_device(tree.token, device)[None],
         position_ids=to_device(tree.depth, device)[None],
