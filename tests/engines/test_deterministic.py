@@ -65,9 +65,7 @@ def test_company_and_order_change_no_bit_of_an_answer(kind, mix):
         return found
 
     assert all(engine.batched for engine in both)
-    one, other = (
-        asyncio.run(answers(engine, way)) for engine, way in zip(both, ways, strict=True)
-    )
+    one, other = (asyncio.run(answers(engine, way)) for engine, way in zip(both, ways, strict=True))
     assert one == other
     ids, sampling = requests[0]
     assert error(model, ids, one[0], sampling) < 1e-5

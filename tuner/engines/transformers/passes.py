@@ -109,7 +109,9 @@ class PlainDecoder:
         layers, shapes = self._layers, dict[Any, _Layer]()
         for layer in layers:
             parts = [layer.q, layer.k, layer.v, layer.o, layer.mlp]
-            sizes = [str(p.shape) for m in parts if isinstance(m, nn.Module) for p in m.parameters()]
+            sizes = [
+                str(p.shape) for m in parts if isinstance(m, nn.Module) for p in m.parameters()
+            ]
             shapes.setdefault((layer.kind, *sizes), layer)
         self._layers = [*shapes.values()] if len(shapes) > 1 else layers[:2]
         try:

@@ -646,9 +646,7 @@ class SlotRunner:
         reach = int(own.max()) + 1
         if tokens:
             reach = rounded(reach, LANES)
-        place = Placement(
-            slice(first, last), reach, self._tensor(target), source, tokens=tokens
-        )
+        place = Placement(slice(first, last), reach, self._tensor(target), source, tokens=tokens)
         if self._row_pass.shares:
             levels = None if prompts else self._levels.get(first)
             if levels is None:
