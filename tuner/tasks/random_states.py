@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -70,7 +69,8 @@ class RandomStates:
     async def stepping(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, with these states in all its steps and those of its tasks."""
         loop = asyncio.get_running_loop()
-        if not isinstance(made := loop.get_task_factory(), _TaskFactory):
+        made: Any = loop.get_task_factory()
+        if not isinstance(made, _TaskFactory):
             loop.set_task_factory(_TaskFactory(made))
         _OWNER.set(self)
         return await self._steps(work)
@@ -148,5 +148,6 @@ class _TaskFactory:
         code = getattr(work, "cr_code", None)
         if owner is not None and code is not None and not code.co_filename.startswith(_OURS):
             work = owner.stepping(work)
-        make = self.made or partial(asyncio.Task, loop=loop)
-        return make(work, **options) if self.made is None else make(loop, work, **options)
+        if self.made is None:
+            return asyncio.Task(work, loop=loop, **options)
+        return self.made(loop, work, **options)
