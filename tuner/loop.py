@@ -163,14 +163,12 @@ async def _run(
         with record.console, ThreadPoolExecutor(1, "tuner-training") as thread:
             rollouts = None
             if stack.runner is not None:
-                # In sequence, so that the global random states belong to one at a time.
-                alone = config.tuner.deterministic
                 rollouts = Rollouts(
                     stack.runner,
                     TraceStore(
                         record.directory.traces, stack.model.config.get_text_config().vocab_size
                     ),
-                    max_running=1 if alone else config.explorer.runner_per_model,
+                    max_running=config.explorer.runner_per_model,
                     on_end=record.timeline.rollout,
                 )
             if isinstance(data, Examples):

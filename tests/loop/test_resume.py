@@ -82,6 +82,14 @@ def test_deterministic_runs_are_equal_bit_for_bit(random_model_path, straight, t
     assert all(torch.equal(again[name], value) for name, value in weights(straight).items())
 
 
+@pytest.mark.parametrize("running", [1, 3])
+def test_number_of_concurrent_rollouts_changes_no_bit(
+    random_model_path, straight, tmp_path, running
+):
+    more = f"explorer.runner_per_model={running}"
+    assert same(tune(runs.config(random_model_path, tmp_path, more)), straight)
+
+
 def test_interrupted_step_is_trained_from_its_recorded_traces(random_model_path, tmp_path, capsys):
     """No rollout that ended is run again, no finished step is lost, and none is shown as new."""
     assert start(random_model_path, tmp_path, "update:2") == -signal.SIGKILL

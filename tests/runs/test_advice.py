@@ -83,6 +83,7 @@ def test_with_collection_ahead_more_is_advised_as_far_as_it_was_measured():
     assert advice(rows(agent=15.0), most) is None
 
 
-def test_where_rollouts_take_turns_nothing_is_advised():
-    alone = load_config(overrides=["tuner.deterministic=true"])
-    assert all(advice(rows(**{part: 15.0}), alone) is None for part in PARTS)
+def test_a_deterministic_run_is_not_advised_to_collect_ahead():
+    bits = load_config(overrides=["tuner.deterministic=true", "explorer.runner_per_model=999"])
+    said = [advice(rows(**{part: 15.0}), bits) for part in PARTS]
+    assert not any("sync_offset" in one for one in said if one)

@@ -1671,7 +1671,9 @@ class TunerSection(Section):
     deterministic: bool = Field(
         default=False,
         description="The same seed gives the same weights, bit for bit, even after a kill. "
-        "Rollouts and answers then run one at a time, which is many times slower.",
+        "Rollouts run concurrently; plain (not async) functions one at a time. "
+        "Where a trial at start finds that a model's rows change each other's bits, answers are "
+        "generated one at a time.",
     )
     on_failure: Literal["drop", "abort"] | Penalize = Field(
         default="drop",

@@ -155,7 +155,9 @@ def _keep_top_p(logprobs: Tensor, top_p: Tensor) -> Tensor:
     keep = (before < top_p[..., None]) | (top_p >= 1)[..., None]
     keep[..., 0] = True
     removed = torch.empty_like(keep).scatter_(-1, order, ~keep)
-    return torch.log_softmax(logprobs.masked_fill(removed, -math.inf), dim=-1)
+    kept = torch.log_softmax(logprobs.masked_fill(removed, -math.inf), dim=-1)
+    # Rows of which nothing is cut have the bits that they have in a batch without top_p.
+    return torch.where((top_p >= 1)[..., None], logprobs, kept)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ from tuner.tasks.functions import (
     traceback_of,
     where,
 )
-from tuner.tasks.selection import derive_seed, seed_everything
+from tuner.tasks.random_states import RandomStates
+from tuner.tasks.selection import derive_seed
 from tuner.traces import Call, FunctionResult, Origin, Outcome, RolloutId, Trace
 from tuner.traces.store import text_of
 
@@ -230,6 +231,7 @@ class InProcessFunctions:
     watchdog: Watchdog
     session: Access
     auxiliary: Mapping[str, Any]
+    states: RandomStates | None = None
     suspect: bool = field(default=False, init=False)
 
     async def workflow(self, task: Mapping[str, Any], feedback: str | None) -> WorkflowOutput:
@@ -284,6 +286,8 @@ class InProcessFunctions:
         others = (getattr(model, "session", None) for model in self.auxiliary.values())
         sessions = [self.session, *(other for other in others if isinstance(other, Access))]
         with self.watchdog.watching(RunningFunction(role, sessions, work)):
+            if self.states is not None:
+                work = self.states.stepping(work)
             return await contained(work, self.session)
 
 
@@ -440,9 +444,8 @@ class RolloutSettings:
         seed: Seed of the run, from which each rollout's is derived.
         limits: Limits of the calls of one attempt.
         tool_seconds: Maximum seconds of one attempt without a call in flight; None: unlimited.
-        seeds_functions: Set the global random states of Python, NumPy and torch at the start of
-            each
-            attempt; rollouts must then run one at a time.
+        seeds_functions: Seed the global random states of Python, NumPy and torch for each attempt
+            (`RandomStates`).
         needs_reward: Whether a rollout without a reward is a bug in the program.
         feedback_attempts: Maximum number of times that the workflow runs again in the same rollout,
             with
@@ -569,8 +572,6 @@ class RolloutRunner:
     ) -> tuple[Trace, Attempt]:
         seed = derive_seed(self.settings.seed, id, number)
         drawn = seed if again is None else derive_seed(self.settings.seed, *again.root)
-        if self.settings.seeds_functions:
-            seed_everything(drawn)
         script = None if again is None else again.script()
         session = self.gateway.open_session(
             f"{id}-{number}",
@@ -620,17 +621,27 @@ class RolloutRunner:
         session: Session,
         auxiliary: dict[str, Any],
         id: RolloutId,
-        seed: int | None = None,
+        drawn: int,
         *,
         alone: bool = False,
     ) -> AbstractAsyncContextManager[Caller]:
-        """A caller of the functions, with the models of an attempt or of a group."""
+        """A caller of the functions, with the models of an attempt or of a group.
+
+        Args:
+            drawn: Seed of their random states.
+        """
+        seed = drawn if self.settings.seeds_functions else None
         if self.workers is not None and self.workers.count:
-            seed = seed if self.settings.seeds_functions else None
             return self.workers.calling(session, auxiliary, id, seed=seed, alone=alone)
         return nullcontext(
             InProcessFunctions(
-                self.workflow, self.judge, self.make_model, self.watchdog, session, auxiliary
+                self.workflow,
+                self.judge,
+                self.make_model,
+                self.watchdog,
+                session,
+                auxiliary,
+                None if seed is None else RandomStates(seed),
             )
         )
 
@@ -744,7 +755,7 @@ class RolloutRunner:
         try:
             with self.auxiliary_models(session.id, seed) as auxiliary:
                 async with (
-                    self._calling(session, dict(auxiliary), id, alone=alone) as caller,
+                    self._calling(session, dict(auxiliary), id, seed, alone=alone) as caller,
                     asyncio.timeout(self.settings.timeout),
                 ):
                     if any(self.lost(response) for response in responses):

@@ -52,7 +52,7 @@ from tuner.rollouts.runner import (
 )
 from tuner.tasks.functions import WorkflowOutput, end_run, response_text, traceback_of
 from tuner.tasks.loading import load_together
-from tuner.tasks.selection import seed_everything
+from tuner.tasks.random_states import RandomStates
 
 _CHUNK = 1 << 18
 
@@ -164,13 +164,16 @@ class Child:
                 self._stopped.set()
 
     def _open(self, message: AttemptStart) -> None:
-        if message.seed is not None:
-            seed_everything(message.seed)
         session = RemoteSession(message.session)
         auxiliary = {name: self._auxiliary(name, one) for name, one in message.auxiliary.items()}
         make_model = partial(chat_model, kind=self._setup.kind)
         caller = InProcessFunctions(
-            *self._functions, make_model, self._watchdog, session, auxiliary
+            *self._functions,
+            make_model,
+            self._watchdog,
+            session,
+            auxiliary,
+            None if message.seed is None else RandomStates(message.seed),
         )
         self._attempts[message.attempt] = AttemptInWorker(session, caller)
 

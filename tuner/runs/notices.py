@@ -526,17 +526,15 @@ def _more_at_once(config: RunConfig) -> tuple[str, str, str]:
     """Settings that run more rollouts at a time, generate more answers at a time, and collect
     further ahead of training; each empty if it would change nothing, or its gain is unknown."""
     offset, runners = config.synchronizer.sync_offset, config.explorer.runner_per_model
-    if config.tuner.deterministic:  # one rollout at a time, and none ahead of training
-        return "", "", ""
     under_way = config.buffer.batch_size * config.algorithm.repeat_times * (1 + offset)
     slots, useful = config.tuner.max_slots, min(under_way, SLOTS)
     limits = {"explorer.runner_per_model": runners, "tuner.max_slots": slots}
     low = [f"{name} (now {value})" for name, value in limits.items() if value < useful]
     further = f"raise synchronizer.sync_offset (now {offset})" if offset < AHEAD else ""
+    if not offset:
+        further = "set synchronizer.sync_offset, so that collection runs ahead of training"
     return (
         f"raise explorer.runner_per_model (now {runners})" if runners < under_way else "",
         f"raise {' and '.join(low)} to {useful}" if low else "",
-        further
-        if offset
-        else "set synchronizer.sync_offset, so that collection runs ahead of training",
+        "" if config.tuner.deterministic else further,  # it would depend on timing
     )

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from tuner.errors import DatasetError, FunctionError, TunerError, debugging
+from tuner.tasks.random_states import RandomStates
 from tuner.traces.store import text_of
 
 if TYPE_CHECKING:
@@ -435,8 +436,12 @@ async def call_function(
     call = _timed(functools.partial(func, **taken))
     try:
         if apart:
-            return await in_thread(lambda: asyncio.run(_awaited(call)))
-        value = call() if is_async(func) else await in_thread(call)
+            async with RandomStates.alone():
+                return await in_thread(lambda: asyncio.run(_awaited(call)))
+        if is_async(func):
+            return await call()
+        async with RandomStates.alone():
+            value = await in_thread(call)
         return await value if inspect.isawaitable(value) else value
     except FunctionError as error:  # a mistake in an output's field, or a missing one of the task
         if (place := raised_in(error)) is not None and place not in str(error):

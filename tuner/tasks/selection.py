@@ -38,18 +38,6 @@ def derive_seed(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def seed_everything(seed: int) -> None:
-    """Set the global random states, which the user's functions may use."""
-    import torch
-
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    if torch.accelerator.is_available():
-        torch.manual_seed(seed)
-    else:  # which would also look for devices, for 3 ms each time
-        torch.default_generator.manual_seed(seed)
-
-
 def planned_steps(config: RunConfig, tasks: int) -> int:
     """Steps of the run: `total_steps`, or the number of full batches in all epochs."""
     if config.buffer.total_steps is not None:

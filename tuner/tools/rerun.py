@@ -40,7 +40,8 @@ from tuner.tasks.functions import (
     response_text,
     traceback_of,
 )
-from tuner.tasks.selection import derive_seed, seed_everything
+from tuner.tasks.random_states import seed_everything
+from tuner.tasks.selection import derive_seed
 from tuner.tools.candidates import Candidate, find_candidate, of_configuration, with_weights
 from tuner.tools.recorded_run import RecordedRollout, find_rollout
 from tuner.traces import Call, Outcome

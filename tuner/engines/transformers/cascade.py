@@ -19,6 +19,13 @@ Prefixes nest in levels, which are joined one after the other:
 It reaches any model with "sdpa" attention as a mask: a `PrefixMask` takes the place of a 4-D mask,
 passes unchanged through transformers' code, and takes over when `scaled_dot_product_attention`
 receives it.
+
+In a deterministic engine the same numbers must come out wherever keys and values are stored, so
+attention is divided at fixed positions, and its parts are joined in the order of the positions:
+
+    positions   0 ....... BLOCK ....... 2 BLOCK ...
+    row 0       prefix A  | prefix B  | own tokens
+    row 1       prefix A  | own tokens  own tokens        all: ((A + block 1) + block 2) ...
 """
 
 from __future__ import annotations
@@ -37,6 +44,19 @@ flash: Callable[..., tuple[Tensor, Tensor]] = (
 )
 """Output and log-sum-exps of the scores: [B, heads, C, width] each, [B, heads, C]. Supports grouped
 heads."""
+BLOCK = 128
+"""Positions of one part of attention in a deterministic engine."""
+_QUERIES = 32
+"""Queries that the kernel computes together. With fewer it may use another product; `_FEW` of them
+are as good where it multiplies them by a row's own keys."""
+_FEW = 8
+LANES = 32
+"""The number of keys is a multiple of this: sums over the rest of a vector have another order."""
+
+
+def rounded(number: int, multiple: int) -> int:
+    """Round up to a multiple."""
+    return -(-number // multiple) * multiple
 
 
 def chain(leaf: Prefix | None) -> list[Prefix]:
@@ -93,12 +113,18 @@ class RowAttention:
         length, own = placement.kv_length, placement.own
         columns = own.shape[1]
         near = window is None or length <= window
+        self._fixed = placement.tokens > 0
         # Whole prompts of one length need causal attention only, half the work of a mask.
-        self._causal = near and columns == length > 1 and placement.source is None
-        alike = near and columns == 1 and bool((own == length - 1).all())
-        self._own: Tensor | None = None
+        self._causal = (
+            near and columns == length > 1 and placement.source is None and not self._fixed
+        )
+        alike = near and columns == 1 and not self._fixed and bool((own == length - 1).all())
+        self._own: list[tuple[slice, Tensor | None]] = [(slice(length), None)]
         if not (self._causal or alike):
-            self._own = attention_mask(own, length, window, dtype)
+            mask = attention_mask(own, length, window, dtype)
+            size = BLOCK if self._fixed else length
+            parts = [slice(at, min(at + size, length)) for at in range(0, length, size)]
+            self._own = [(part, mask[..., part].contiguous()) for part in parts]
         self._prefixes = [
             [self._hidden(level, part, positions, window) for part in level.parts]
             for level in placement.levels
@@ -143,38 +169,77 @@ class RowAttention:
         keys, values = layer.attended(self._placement)
         kv_heads = keys.shape[1]
         group = heads // kv_heads
-        mask = self._own
         if columns == 1:
-            # Heads of one key as rows of one product. The mask is materialised once for all layers:
-            # the kernel takes a fifth longer with an expanded view.
+            # Heads of one key as rows of one product.
             own = query.view(rows, kv_heads, group, width)
-            if mask is not None and mask.shape[2] != group:
-                self._own = mask = mask[:, :, :1].repeat(1, 1, group, 1)
+            if self._fixed and group < _FEW:
+                own = F.pad(own, (0, 0, 0, _FEW - group))
         else:
             own = query.transpose(1, 2)
-        output, total = flash(
-            own, keys, values, is_causal=self._causal, attn_mask=mask, scale=scale
-        )
-        if columns == 1:
-            output, total = output.reshape(query.shape), total.reshape(rows, 1, heads)
-        else:
-            output, total = output.transpose(1, 2), total.transpose(1, 2)
-        if not self._placement.levels:
-            return output
-        output = output.to(total.dtype)
+        output = total = None
+        if not self._fixed:
+            output, total = self._of_rows(0, own, keys, values, group, scale)
+            if not self._placement.levels:
+                return output
+            output = output.to(total.dtype)
+        elif self._placement.levels:
+            # A row without the first prefix joins with nothing, which changes nothing.
+            dtype = torch.promote_types(query.dtype, torch.float32)
+            output = query.new_zeros(query.shape, dtype=dtype)
+            total = output.new_full(query.shape[:-1], -torch.inf)
         together = query.view(rows, columns, kv_heads, group, width).permute(2, 0, 1, 3, 4)
         for level, hidden in zip(self._placement.levels, self._prefixes, strict=True):
+            assert output is not None
+            assert total is not None
             chosen = together if level.rows is None else together[:, level.rows]
             other, sums = self._shared(level, hidden, chosen.contiguous(), layer.place, scale)
             if level.rows is None:
-                output, total = joined(output, total, other, sums)
+                output, total = joined(output, total, other, sums, fixed=self._fixed)
             else:
-                found = joined(output[level.rows], total[level.rows], other, sums)
+                found = joined(
+                    output[level.rows], total[level.rows], other, sums, fixed=self._fixed
+                )
                 output, total = (
                     all_.index_copy(0, level.rows, part)
                     for all_, part in zip((output, total), found, strict=True)
                 )
+        for place in range(len(self._own) if self._fixed else 0):
+            other, sums = self._of_rows(place, own, keys, values, group, scale)
+            if output is None or total is None:
+                output, total = other, sums
+            else:
+                output, total = joined(output, total, other, sums, fixed=True)
+        assert output is not None
         return output.to(query.dtype)
+
+    def _of_rows(
+        self, place: int, query: Tensor, keys: Tensor, values: Tensor, group: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Attention to one part of the rows' own tokens: outputs [m, C, heads, width] and the
+        log-sum-exps [m, C, heads]."""
+        part, mask = self._own[place]
+        rows, kv_heads, count, width = len(query), keys.shape[1], query.shape[2], query.shape[3]
+        columns = self._placement.own.shape[1]  # type: ignore[union-attr]  # as in `of_written`
+        if columns == 1 and mask is not None and mask.shape[2] != count:
+            # Materialised once for all layers: the kernel takes a fifth longer with an expanded
+            # view.
+            mask = mask[:, :, :1].repeat(1, 1, count, 1)
+            self._own[place] = part, mask
+        output, total = flash(
+            query,
+            keys[:, :, part],
+            values[:, :, part],
+            is_causal=self._causal,
+            attn_mask=mask,
+            scale=scale,
+        )
+        if columns > 1:
+            return output.transpose(1, 2), total.transpose(1, 2)
+        output, total = output[:, :, :group], total[:, :, :group]
+        return (
+            output.reshape(rows, 1, kv_heads * group, width),
+            total.reshape(rows, 1, kv_heads * group),
+        )
 
     def _shared(
         self,
@@ -192,11 +257,15 @@ class RowAttention:
             of_part = query[:, first:last].reshape(1, kv_heads, -1, width)
             if mask is not None:
                 mask = mask.expand(-1, -1, group, -1).reshape(1, 1, -1, mask.shape[-1])
+            queries = of_part.shape[2]
+            if self._fixed and (more := -queries % _QUERIES):
+                of_part = F.pad(of_part, (0, 0, 0, more))
+                mask = mask if mask is None else F.pad(mask, (0, 0, 0, more))
             output, total = flash(
                 of_part, prefix.keys[place], prefix.values[place], attn_mask=mask, scale=scale
             )
-            outputs.append(output[0].transpose(0, 1))
-            sums.append(total[0].transpose(0, 1))
+            outputs.append(output[0, :, :queries].transpose(0, 1))
+            sums.append(total[0, :, :queries].transpose(0, 1))
         shape = (count, columns, group, kv_heads)
         output, total = (
             (parts[0] if len(parts) == 1 else torch.cat(parts)) for parts in (outputs, sums)
@@ -207,12 +276,25 @@ class RowAttention:
         )
 
 
-def joined(output: Tensor, total: Tensor, other: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Combine outputs [..., width] over two sets of keys, by their log-sum-exps [...]."""
+def joined(
+    output: Tensor, total: Tensor, other: Tensor, sums: Tensor, *, fixed: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Combine outputs [..., width] over two sets of keys, by their log-sum-exps [...].
+
+    Args:
+        fixed: The bits of an element do not depend on its place. On a CPU elements behind the last
+            whole vector are computed by other code, so they are padded to whole vectors.
+    """
+    shape = total.shape
+    if fixed:
+        more = -total.numel() % LANES
+        total, sums = (F.pad(all_.reshape(-1), (0, more)) for all_ in (total, sums))
     # Share of the other set in the sum of exponentials: exp(L') / (exp(L) + exp(L')).
-    share = torch.sigmoid(sums - total)[..., None]
-    output = output.to(share.dtype).lerp(other.to(share.dtype), share)
-    return output, torch.logaddexp(total, sums)
+    share, total = torch.sigmoid(sums - total), torch.logaddexp(total, sums)
+    if fixed:
+        share, total = (all_[: shape.numel()].view(shape) for all_ in (share, total))
+    share = share[..., None]
+    return output.to(share.dtype).lerp(other.to(share.dtype), share), total
 
 
 class PrefixMask(Tensor):

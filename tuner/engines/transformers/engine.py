@@ -32,6 +32,7 @@ from tuner.engines.transformers.passes import (
     RowPass,
     SoloRunner,
     WeightsGuard,
+    fixed_sizes,
     names_positions,
     row_pass_of,
     served_model,
@@ -68,8 +69,9 @@ class TransformersEngine(RequestEngine):
 
     Models with keys and values per token (full and sliding-window attention) serve many requests at
     once with prefix reuse (`SlotRunner`); all others serve one after the other (`SoloRunner`),
-    which is logged and visible in `batched`. `deterministic=True` chooses the second way, whose
-    results are bit-identical whatever else is in flight.
+    which is logged and visible in `batched`. With `deterministic=True` results are bit-identical
+    whatever else is in flight: passes have fixed sizes (`fixed_sizes`), or if a trial at start
+    finds differences, requests are served one after the other.
 
     Steps run on the event loop while they are short (an estimate below 20 ms) and in a worker
     thread otherwise, so that agents stay responsive next to a large model; the thread takes turns
@@ -89,7 +91,7 @@ class TransformersEngine(RequestEngine):
             prefix cache. Memory is allocated as needed, per layer `2 * kv_heads * head_dim` numbers
             for each token: with prefixes (on a CPU) at most four times the tokens in rows,
             otherwise `max_slots` times the longest request.
-        deterministic: Serve one request at a time, without prefix reuse.
+        deterministic: The same bits for equal requests, whatever else is in flight.
         version: Version of the current weights.
         prefill_tokens: Maximum of prompt tokens computed in one forward pass.
         enforce_eager: Record no CUDA graphs (`tuner.engines.transformers.passes`).
@@ -155,7 +157,12 @@ class TransformersEngine(RequestEngine):
         self, deterministic: bool, max_slots: int, prefill_tokens: int, enforce_eager: bool
     ) -> SlotRunner | SoloRunner:
         model = self._model
-        row_pass = None if deterministic else row_pass_of(model)
+        row_pass, longest = row_pass_of(model), self._capabilities.max_model_len
+        sizes: tuple[int, ...] = ()
+        if deterministic and isinstance(row_pass, RowPass):
+            sizes, row_pass.shares = fixed_sizes(model, row_pass, longest)
+            if not sizes:
+                row_pass = "a row's numbers would depend on the rows that are computed with it"
         if isinstance(row_pass, RowPass):
             return SlotRunner(
                 model,
@@ -163,9 +170,10 @@ class TransformersEngine(RequestEngine):
                 self._stats,
                 row_pass,
                 max_slots=max_slots,
-                max_model_len=self._capabilities.max_model_len,
+                max_model_len=longest,
                 prefill_tokens=prefill_tokens,
                 enforce_eager=enforce_eager,
+                sizes=sizes,
             )
         told = names_positions(model, probe_length(model.config))
         if isinstance(told, str):
@@ -174,16 +182,13 @@ class TransformersEngine(RequestEngine):
                 f"{told}. If it is an encoder that can be a decoder, set is_decoder to true in its "
                 "config.json"
             )
-        solo = SoloRunner(model, self._guard, self._stats, names_positions=told)
-        if deterministic:
-            return solo
         _log.warning(
             "%s cannot be served from rows of keys and values: %s. Requests are generated one at "
             "a time, without prefix reuse.",
             type(model).__name__,
             row_pass,
         )
-        return solo
+        return SoloRunner(model, self._guard, self._stats, names_positions=told)
 
     @property
     def failure(self) -> EngineError | None:

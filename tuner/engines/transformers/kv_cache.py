@@ -93,6 +93,8 @@ class Placement:
         own: For each input token its place in its row, shape [m, C]. None if the model computes
             attention itself, over a view of the rows with a mask; rows have no prefixes then.
         levels: The prefixes of the rows.
+        tokens: Number of tokens that products are computed for in a deterministic engine, which the
+            written ones are padded to; 0 in others.
     """
 
     rows: slice | Tensor
@@ -101,6 +103,7 @@ class Placement:
     source: Tensor | None
     own: Tensor | None = None
     levels: Sequence[Level] = ()
+    tokens: int = 0
 
 
 class SlotLayer(CacheLayerMixin):

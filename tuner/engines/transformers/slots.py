@@ -15,6 +15,8 @@ the last active one.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -27,7 +29,14 @@ from transformers import PreTrainedModel
 from tuner.engines.base import EngineStats
 from tuner.engines.request import Request, sample_next
 from tuner.engines.sampling import SamplingBatch
-from tuner.engines.transformers.cascade import MASK_ELEMENTS, chain, levels_of
+from tuner.engines.transformers.cascade import (
+    BLOCK,
+    LANES,
+    MASK_ELEMENTS,
+    chain,
+    levels_of,
+    rounded,
+)
 from tuner.engines.transformers.kv_cache import Level, Placement, Prefix, SlotCache
 from tuner.engines.transformers.passes import PassGraphs, RowPass, WeightsGuard
 from tuner.engines.transformers.threads import FewThreads
@@ -57,6 +66,7 @@ class Rows:
         max_rows: Maximum number of rows.
         max_length: Maximum number of tokens of one row.
         shares: Whether the first tokens of several rows may be stored once.
+        block: Every prefix has this many tokens; 0: any number.
 
     Attributes:
         tokens: Shape [slots, longest]; includes those of a row's prefixes.
@@ -67,7 +77,10 @@ class Rows:
         used: When each row was last used, [slots].
     """
 
-    def __init__(self, layers: int, max_rows: int, max_length: int, *, shares: bool) -> None:
+    def __init__(
+        self, layers: int, max_rows: int, max_length: int, *, shares: bool, block: int = 0
+    ) -> None:
+        self._block = block
         self._max_rows = max_rows
         self._max_length = max_length
         self._shares = shares
@@ -124,7 +137,8 @@ class Rows:
         if row != source or not reused:
             self.length[row], self.leaf[row], self.base[row] = 0, None, 0
         if reused and row != source:
-            if shared and self._shares and reused - self.base[source] >= _WORTH_SHARING:
+            worth = self._block or _WORTH_SHARING
+            if shared and self._shares and reused - self.base[source] >= worth:
                 self._seal(source, reused)
                 self._shrink()
             self.leaf[row], self.base[row] = self.leaf[source], self.base[source]
@@ -137,7 +151,7 @@ class Rows:
         self.computed[row] = reused
 
     def seal(self, row: int) -> None:
-        """Turn all that is computed of a row into a prefix."""
+        """Turn all that is computed of a row, or every whole block of it, into prefixes."""
         if self.computed[row] > self.base[row]:
             self._seal(row, int(self.computed[row]))
 
@@ -158,7 +172,14 @@ class Rows:
             self._shrink()
 
     def _seal(self, row: int, position: int) -> None:
-        """Turn the row's own tokens up to `position` into a prefix."""
+        """Turn the row's own tokens up to `position` into a prefix, or every whole block of them
+        into one."""
+        if self._block:
+            for end in range(int(self.base[row]) + self._block, position + 1, self._block):
+                behind = int(self.computed[row]) - end
+                self.leaf[row] = self.cache.seal(row, self.leaf[row], self._block, behind)
+                self.base[row] = end
+            return
         length = position - int(self.base[row])
         behind = int(self.computed[row]) - position
         parent = self.leaf[row]
@@ -182,7 +203,7 @@ class Rows:
         while prefix is not None and prefix.start >= position:
             prefix = prefix.parent
         if prefix is not None and prefix.end > position:
-            if position - prefix.start >= _WORTH_SHARING:
+            if position - prefix.start >= _WORTH_SHARING and not self._block:
                 prefix = prefix.split(position)
             else:
                 self.cache.unseal(prefix, row, position - prefix.start)
@@ -276,6 +297,8 @@ FEW_TOKENS = 64
 """A pass over fewer prompt tokens takes about as long as one over this many."""
 _WORTH_WAITING = 16
 """Tokens that must be shared with a prompt being computed before another waits to reuse them."""
+_PASS = 64
+"""Padding tokens of a pass that take about as long as another pass."""
 
 
 class SlotRunner:
@@ -292,6 +315,8 @@ class SlotRunner:
         max_model_len: Maximum number of tokens of one row.
         prefill_tokens: Maximum of prompt tokens of one forward pass, padding included.
         enforce_eager: Record no CUDA graphs.
+        sizes: Numbers of tokens that passes are padded to, ascending, as `fixed_sizes` has found
+            them; empty: passes of any size.
     """
 
     def __init__(
@@ -305,6 +330,7 @@ class SlotRunner:
         max_model_len: int,
         prefill_tokens: int,
         enforce_eager: bool = False,
+        sizes: Sequence[int] = (),
     ) -> None:
         self.waiting: deque[Request] = deque()
         self.active: list[Request] = []
@@ -315,10 +341,17 @@ class SlotRunner:
         self._stats = stats
         self._max_slots = max_slots
         self._max_model_len = max_model_len
-        self._prefill_tokens = prefill_tokens
-        self._rows = Rows(row_pass.layers, max_slots, max_model_len, shares=row_pass.shares)
+        self._sizes = sizes
+        self._prefill_tokens = sizes[-1] if sizes else prefill_tokens
+        self._rows = Rows(
+            row_pass.layers,
+            max_slots,
+            rounded(max_model_len, LANES) if sizes else max_model_len,
+            shares=row_pass.shares,
+            block=BLOCK if sizes else 0,
+        )
         self._cache = self._rows.cache
-        self._levels: tuple[Level, ...] | None = None
+        self._levels: dict[int, tuple[Level, ...]] = {}  # of each pass that decodes
         self._batch: SamplingBatch | None = None
         self._waited = 0
         self._pass_steps = _PASS_STEPS  # duration of the last pass over prompts, in decode steps
@@ -363,6 +396,8 @@ class SlotRunner:
             self._admit()
         if not self.active:
             return []
+        if self._sizes:  # each pass has its own number of threads
+            return self._advance(version)
         with self._threads.computing(self.tokens_ahead() or len(self.active)):
             return self._advance(version)
 
@@ -456,7 +491,8 @@ class SlotRunner:
         self._changed()
         self._stats.prompt_tokens_reused += reused
         if request.cached_tokens < 0:
-            request.cached_tokens = reused
+            # It depends on the other requests, so a deterministic engine does not say it.
+            request.cached_tokens = 0 if self._sizes else reused
         # With one token left to compute it needs no prefill and joins the block that decodes.
         if len(ids) - reused == 1:
             self._swap(row, self._decoding)
@@ -514,7 +550,8 @@ class SlotRunner:
 
     def _changed(self) -> None:
         """Note that other rows decode, or in another order, than in the step before."""
-        self._batch = self._levels = None
+        self._batch = None
+        self._levels = {}
 
     # Forward passes
 
@@ -522,23 +559,73 @@ class SlotRunner:
         """Compute the rest of the prompts in [decoding, active), or the newest token of all rows.
 
         Right-aligned, so that the last column holds the last token of every row and only its logits
-        are computed. A single prompt that is too long for one pass is computed in parts.
+        are computed. A single prompt that is too long for one pass is computed in parts. In passes
+        of fixed sizes, a prompt's last token is computed with those of the rows that decode.
         """
         rows = self._rows
         prompts, last = self._decoding < len(self.active), len(self.active)
         first = self._decoding if prompts else 0
-        if self._row_pass.shares and not prompts and self._levels is None:
+        if self._row_pass.shares and not prompts and not self._levels:
             rows.even_out(last)
         computed = rows.computed[first:last]
         counts = rows.length[first:last] - computed
+        if prompts and self._sizes:
+            counts -= 1
+        needed = int(counts[0])
         if last - first == 1:
             reach = int(rows.length[first])
             part = min(self._prefill_tokens, max(1, MASK_ELEMENTS // reach))
             if reach - rows.base[first] > self._cache.capacity:
                 rows.seal(first)
-                part = min(part, self._cache.capacity)
+                part = min(part, self._cache.capacity - int(computed[0] - rows.base[first]))
             counts = np.minimum(counts, part)
+        parts = [
+            self._compute(start, end, counts[start - first : end - first], tokens)
+            for start, end, tokens in self._passes(first, last, counts)
+        ]
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if self._guard.changed():
+            return []
+        rows.computed[first:last] += counts
+        self._stats.prompt_tokens_computed += int(counts.sum()) if prompts else 0
+        if counts[0] < needed:
+            return []
+        self._decoding = last
+        if prompts and self._sizes:
+            self._changed()
+            return []
+        batch = None if prompts else self._batch
+        if batch is None:
+            batch = SamplingBatch.of([r.sampling for r in self.active[first:]], logits.device)
+        self._batch = None if prompts else batch
+        return self._sample(first, last, batch, logits, version)
+
+    def _passes(self, first: int, last: int, counts: Ints) -> Iterator[tuple[int, int, int]]:
+        """The passes over rows [first, last) with `counts` new tokens each: their rows, and the
+        number of tokens to pad to, 0 for none."""
+        if not self._sizes or self._decoding < last:
+            yield first, last, self._size(int(counts.sum()))
+            return
+        while first < last:
+            count = last - first
+            size = self._size(count)
+            if not size or size - count > _PASS:  # another pass takes less than so much padding
+                size = max((some for some in self._sizes if some <= count), default=size)
+            yield first, min(first + size, last), size
+            first += size
+
+    def _size(self, tokens: int) -> int:
+        """The smallest size that holds so many tokens; 0 if passes have any size."""
+        return next((size for size in self._sizes if size >= tokens), 0)
+
+    def _compute(self, first: int, last: int, counts: Ints, tokens: int) -> Tensor:
+        """One pass over `counts` new tokens of rows [first, last) -> logits after the last of each,
+        [m, V]."""
+        rows, prompts = self._rows, self._decoding < last
+        computed = rows.computed[first:last]
         width = int(counts.max())
+        if tokens and prompts:
+            width = rounded(width, LANES)
         columns = np.arange(width) - (width - counts[:, None])
         real = columns >= 0
         base = rows.base[first:last, None]
@@ -551,31 +638,24 @@ class SlotRunner:
             logits = self._graphs.logits(first, ids, positions, real)
         if prompts:
             self._pass_steps = _PASS_STEPS if logits is None else 1
-        if logits is None:
-            own = positions - base
-            target = (np.arange(first, last)[:, None] * self._cache.width + own)[real]
-            source = None if real.all() else self._tensor(np.flatnonzero(real))
-            reach = int(own.max()) + 1
-            place = Placement(slice(first, last), reach, self._tensor(target), source)
-            if self._row_pass.shares:
-                levels = None if prompts else self._levels
-                if levels is None:
-                    levels = rows.levels(first, last)
-                self._levels = None if prompts else levels
-                place = replace(place, own=self._tensor(own), levels=levels)
-            logits = self._pass(self._tensor(ids), self._tensor(positions), place)
-        if self._guard.changed():
-            return []
-        rows.computed[first:last] += counts
-        self._stats.prompt_tokens_computed += int(counts.sum()) if prompts else 0
-        if rows.computed[first] < rows.length[first]:
-            return []
-        self._decoding = last
-        batch = None if prompts else self._batch
-        if batch is None:
-            batch = SamplingBatch.of([r.sampling for r in self.active[first:]], logits.device)
-        self._batch = None if prompts else batch
-        return self._sample(first, last, batch, logits, version)
+        if logits is not None:
+            return logits
+        own = positions - base
+        target = (np.arange(first, last)[:, None] * self._cache.width + own)[real]
+        source = None if real.all() else self._tensor(np.flatnonzero(real))
+        reach = int(own.max()) + 1
+        if tokens:
+            reach = rounded(reach, LANES)
+        place = Placement(slice(first, last), reach, self._tensor(target), source, tokens=tokens)
+        if self._row_pass.shares:
+            levels = None if prompts else self._levels.get(first)
+            if levels is None:
+                levels = rows.levels(first, last)
+            if not prompts:
+                self._levels[first] = levels
+            place = replace(place, own=self._tensor(own), levels=levels)
+        with self._threads.computing(tokens) if tokens else nullcontext():
+            return self._pass(self._tensor(ids), self._tensor(positions), place)
 
     def _tensor(self, values: Ints) -> Tensor:
         return torch.from_numpy(values).to(self._device)
@@ -593,7 +673,7 @@ class SlotRunner:
         finished = [requests[place] for place in places]
         rows, block = self._rows, slice(first, last)
         if rows.bound(first, last):
-            self._levels = None
+            self._levels = {}
         going_on = rows.length[block] + 1
         self._reserve(0, int(going_on.max()), int((going_on - rows.base[block]).max()))
         stored = np.minimum(going_on, rows.tokens.shape[1]) - 1
