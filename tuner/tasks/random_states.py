@@ -24,7 +24,10 @@ def seed_everything(seed: int) -> None:
 
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:  # which would also look for devices, for 3 ms each time
+        torch.default_generator.manual_seed(seed)
 
 
 _OWNER: ContextVar[RandomStates | None] = ContextVar("tuner_random_states", default=None)
