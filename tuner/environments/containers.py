@@ -153,7 +153,7 @@ class ContainerEngine:
         client that can run a container of it. Raises MissingDependencyError, which says why none
         can, and SandboxError."""
         async with self._finding:
-            if not self.program:
+            if self._watcher is None:  # which is started last
                 await self._find(image, get)
             elif image not in self._images:
                 await get()
@@ -170,7 +170,6 @@ class ContainerEngine:
                 await get()
                 await self._adapt(image)
             except SandboxError as error:
-                self.program = ""
                 refused.append(str(error))
                 continue
             await self._remove_leftovers()

@@ -394,11 +394,11 @@ class Program(Environment):
         environment = model_variables(values) | {
             name: filled(value, values) for name, value in self._environment.items()
         }
-        given = {"folder": folder, "stdin": stdin, "gateway": values["base_url"]}
+        given: dict[str, Any] = {"folder": folder, "stdin": stdin, "gateway": values["base_url"]}
         if self._image is not None:
             return await self._contained(command, environment=environment, **given)
-        own = {"isolation": self._isolation, "readable": self._readable}
-        return await run(command, environment=environment, limits=self.limits, **given, **own)
+        given |= {"isolation": self._isolation, "readable": self._readable}
+        return await run(command, environment=environment, limits=self.limits, **given)
 
     async def _contained(
         self,
