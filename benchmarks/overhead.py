@@ -57,9 +57,7 @@ ONE_TURN = Case("2k tokens, 16 rollouts x 1 turn", 4, 4, 1, 20, 40, 110)
 class Operators(TorchDispatchMode):
     """Counts the operators of a block."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
+    count = 0
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None

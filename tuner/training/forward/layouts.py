@@ -493,7 +493,8 @@ def pass_tokens(model: PreTrainedModel) -> float:
     few, many = 1, 512 if device.type == "cuda" else 16  # rows of 8 tokens
 
     def seconds(rows: int) -> float:
-        ids, taken = torch.zeros((rows, 8), dtype=torch.long, device=device), []
+        ids = torch.zeros((rows, 8), dtype=torch.long, device=device)
+        taken: list[float] = []
         # The first pass allocates memory. A pass that takes long varies less.
         while len(taken) < 2 or (len(taken) < 4 and sum(taken) < _MEASURED):
             started = time.perf_counter()

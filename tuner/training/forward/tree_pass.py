@@ -479,14 +479,14 @@ def _attend(
         states if states.shape[-1] == width else F.pad(states, (0, width - states.shape[-1]))
         for states in (query, key, value)
     )
-    if isinstance(mask, BlockMask):
-        return _flex(query, key, value, mask, scale)[..., :of_value]
-    return _carried(mask, query, key, value, scale)[..., :of_value]
+    compute = _flex if isinstance(mask, BlockMask) else _carried
+    result: Tensor = compute(query, key, value, mask, scale)
+    return result[..., :of_value]
 
 
 # Called by compiled layers; it compiles what it needs itself.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _carried(mask: TreeMask, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+def _carried(query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, scale: float) -> Tensor:
     if mask.attention is None:
         raise TrainingError(_CHANGED)
     return mask.attention.attend(query, key, value, scale)
