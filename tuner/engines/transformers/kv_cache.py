@@ -93,6 +93,7 @@ class Placement:
         own: For each input token its place in its row, shape [m, C]. None if the model computes
             attention itself, over a view of the rows with a mask; rows have no prefixes then.
         levels: The prefixes of the rows.
+        shift: See `Sight.shifts`, shape [m, C]; None if no picture shifts a token.
     """
 
     rows: slice | Tensor
@@ -101,6 +102,7 @@ class Placement:
     source: Tensor | None
     own: Tensor | None = None
     levels: Sequence[Level] = ()
+    shift: Tensor | None = None
 
 
 class SlotLayer(CacheLayerMixin):

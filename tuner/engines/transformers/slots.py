@@ -563,6 +563,8 @@ class SlotRunner:
                     levels = rows.levels(first, last)
                 self._levels = None if prompts else levels
                 place = replace(place, own=self._tensor(own), levels=levels)
+            if (shift := self._row_pass.shift(rows.tokens[first:last], positions)) is not None:
+                place = replace(place, shift=self._tensor(shift))
             logits = self._pass(self._tensor(ids), self._tensor(positions), place)
         if self._guard.changed():
             return []
