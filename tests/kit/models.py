@@ -123,3 +123,12 @@ def png(width: int = 24, height: int = 16, *, seed: int = 0) -> bytes:
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
     return file.getvalue()
+
+
+def save_seeing_model(path: Path, family: str = "qwen2_5_vl", *, seed: int = 0) -> Path:
+    """A Hugging Face folder with it and the files of its processor."""
+    model, spoken = seeing_model(family, seed=seed)
+    model.save_pretrained(path)
+    spoken.save_pretrained(path)
+    model.sight.processor.image_processor.save_pretrained(path)
+    return path

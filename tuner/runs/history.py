@@ -844,6 +844,7 @@ def _trained(call: Call) -> int:
 
 
 def _stretches(call: Call) -> list[RecordedTurn]:
+    call = call.compared
     return [
         RecordedTurn(
             array("I", call.prompt_ids + call.completion_ids[:start]),

@@ -19,9 +19,10 @@ import inspect
 import io
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -66,13 +67,17 @@ class Sight:
     Args:
         processor: transformers' processor of the model's family, with its image processor.
         config: The model's configuration.
+        files: The files that the processor was loaded from, by their names.
 
     Attributes:
         image_token, image_token_id: The placeholder.
         trained: Whether the modules that make features are trained.
     """
 
-    def __init__(self, processor: Any, config: Any) -> None:
+    def __init__(
+        self, processor: Any, config: Any, files: Mapping[str, bytes] = MappingProxyType({})
+    ) -> None:
+        self.files = files
         self.processor = processor
         self.image_token: str = processor.image_token
         self.image_token_id = int(processor.image_token_id)
@@ -318,7 +323,11 @@ class Sight:
 
     @staticmethod
     def _version(model: Any) -> object:
-        return tuple((id(p), p._version, p.data_ptr()) for p in seeing_parameters(model))
+        """Equal as long as the features are the same."""
+        adapted = (m for m in model.modules() if hasattr(m, "_disable_adapters"))
+        switches = [(m._disable_adapters, str(m._active_adapter)) for m in adapted]
+        weights = [(id(p), p._version, p.data_ptr()) for p in seeing_parameters(model)]
+        return switches, weights
 
     def _computed(self, model: Any, sha256: str) -> tuple[Tensor, ...]:
         read, get = self.read(sha256), model.model.get_image_features
@@ -368,6 +377,31 @@ def decoder_inputs(
     return {"input_ids": ids} if positions is None else {"input_ids": ids, "position_ids": positions}
 
 
+def decoder_name(model: Any) -> str:
+    """The name of the decoder among the model's modules."""
+    decoder = decoder_of(model)
+    return next(name for name, module in model.named_modules() if module is decoder)
+
+
+def give_sight(model: Any, processor: tuple[Any, Mapping[str, bytes]]) -> None:
+    """Let a model read pictures, and freeze its vision tower.
+
+    Raises:
+        ConfigError: What it computes for a picture is not what its own code computes.
+    """
+    model.sight = Sight(processor[0], model.config, processor[1])
+    for parameter in seeing_parameters(model):
+        parameter.requires_grad_(False)
+    model.sight.check(model)
+
+
+def train_sight(model: Any) -> None:
+    """Train the vision tower, too."""
+    model.sight.trained = True
+    for parameter in seeing_parameters(model):
+        parameter.requires_grad_(True)
+
+
 def seeing_parameters(model: Any) -> list[nn.Parameter]:
     """The parameters that make features of pictures: all but those of decoder and output."""
     speaking = {id(p) for p in decoder_of(model).parameters()}
@@ -385,11 +419,17 @@ def _noise() -> bytes:
     return file.getvalue()
 
 
-_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
 
 
-def load_processor(folder: str, config: Any, tokenizer: Any) -> Any:
-    """The processor of a model that sees, without what it needs for videos and sound.
+def load_processor(folder: str, config: Any, tokenizer: Any) -> tuple[Any, Mapping[str, bytes]]:
+    """The processor of a model that sees, without what it needs for videos and sound; and the files
+    that it was loaded from.
 
     transformers' `AutoProcessor` asks for torchvision, for videos; pictures need Pillow alone.
 
@@ -399,16 +439,27 @@ def load_processor(folder: str, config: Any, tokenizer: Any) -> Any:
     from transformers import AutoImageProcessor
     from transformers.models.auto.processing_auto import processor_class_from_name
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES as names
+    from transformers.utils import cached_file
 
     name = names.get(config.model_type)
     cls = processor_class_from_name(name) if name else None
     if cls is None:
         raise ConfigError(f"transformers has no processor for models of type {config.model_type!r}")
-    images = AutoImageProcessor.from_pretrained(folder, backend="pil")
-    settings = _settings(folder)
-    known = inspect.signature(cls.__init__).parameters
-    given = {key: value for key, value in settings.items() if key in known and key != "kwargs"}
-    return processor_of(cls, images, tokenizer, **given)
+    try:
+        images = AutoImageProcessor.from_pretrained(folder, backend="pil")
+        found = {name: cached_file(folder, name, _raise_exceptions_for_missing_entries=False) for name in _FILES}
+        files = {name: Path(file).read_bytes() for name, file in found.items() if file}
+        known = inspect.signature(cls.__init__).parameters
+        settings = json.loads(files.get("processor_config.json", b"{}"))
+        given = {key: value for key, value in settings.items() if key in known}
+        parts = ("image_processor", "video_processor", "tokenizer", "kwargs")
+        return processor_of(
+            cls, images, tokenizer, **{k: v for k, v in given.items() if k not in parts}
+        ), files
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(
+            f"the processor of the model {folder!r} cannot be loaded: {error}"
+        ) from error
 
 
 def processor_of(cls: Any, image_processor: Any, tokenizer: Any, **settings: Any) -> Any:
@@ -418,9 +469,3 @@ def processor_of(cls: Any, image_processor: Any, tokenizer: Any, **settings: Any
     video = {"video_processor": None} if "video_processor" in inspect.signature(cls).parameters else {}
     return alone(image_processor=image_processor, tokenizer=tokenizer, **video, **settings)
 
-
-def _settings(folder: str) -> dict[str, Any]:
-    file = Path(folder) / "processor_config.json"
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    parts = ("image_processor", "video_processor", "tokenizer", "feature_extractor", "processor_class")
-    return {key: value for key, value in found.items() if key not in parts}
