@@ -73,7 +73,7 @@ _PICTURED = """
         {%- for part in message.content %}
             {%- if part.type == 'text' %}{%- set parts.text = parts.text + part.text %}
             {%- else %}
-                {%- set parts.text = parts.text + '<|vision_start|><|image_pad|><|vision_end|>' %}
+                {%- set parts.text = parts.text + 'IMAGE' %}
             {%- endif %}
         {%- endfor %}
         {%- set content = parts.text %}"""

@@ -115,7 +115,10 @@ class Sight:
         image = ALBUM.open(sha256)
         try:
             with quiet_library("transformers"):
-                pixels, (text,) = self.processor._process_images([image], return_tensors="pt")
+                settings = self.processor._merge_kwargs(
+                    tokenizer_init_kwargs=self.processor.tokenizer.init_kwargs, return_tensors="pt"
+                )["images_kwargs"]
+                pixels, (text,) = self.processor._process_images([image], **settings)
         except Exception as error:  # a processor may refuse a size in any way
             raise ImageError(
                 f"of {image.width} x {image.height} pixels cannot be read by the model's "
@@ -284,11 +287,14 @@ class Sight:
         """Logits [1, S, V] of the model's own forward pass over one sequence."""
         recorded, spans = ALBUM.recorded(ids, self.image_token_id)
         pictures = [self.read(span.sha256) for span in spans if not span.offset]
-        given: dict[str, Any] = {
-            name: torch.cat([one.pixels[name] for one in pictures]).to(model.device)
-            for name in (pictures[0].pixels if pictures else ())
-            if isinstance(pictures[0].pixels[name], Tensor)
-        }
+        given: dict[str, Any] = {}
+        if pictures:
+            # Some have a dimension for prompts before that for tiles.
+            first = pictures[0].pixels
+            tiles = 1 if first["pixel_values"].ndim == 5 else 0
+            for name in [name for name, value in first.items() if isinstance(value, Tensor)]:
+                parts = [one.pixels[name] for one in pictures]
+                given[name] = torch.cat(parts, dim=tiles).to(model.device)
         input_ids = torch.tensor([recorded], device=model.device)
         given["mm_token_type_ids"] = (input_ids == self.image_token_id).int()
         given["token_type_ids"] = given["mm_token_type_ids"]
