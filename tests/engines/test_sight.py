@@ -15,9 +15,7 @@ PICTURES = [(24, 16), (16, 40), (9, 9), (64, 8)]
 
 
 def pictures() -> list[str]:
-    return [
-        ALBUM.add(png(*size, seed=seed), ImageLimits()) for seed, size in enumerate(PICTURES)
-    ]
+    return [ALBUM.add(png(*size, seed=seed), ImageLimits()) for seed, size in enumerate(PICTURES)]
 
 
 def prompts(sight) -> list[list[int]]:

@@ -116,15 +116,17 @@ def _file(url: str, limits: ImageLimits) -> bytes:
     parts = urlsplit(url)
     path = Path(url2pathname(unquote(parts.path)))
     if limits.folder is None:
-        raise ImageError("is a file: set tuner.images.folder to a folder whose pictures may be read")
+        raise ImageError(
+            "is a file: set tuner.images.folder to a folder whose pictures may be read"
+        )
     try:
-        path, folder = path.resolve(strict=True), limits.folder.resolve(strict=True)
-        if parts.netloc not in ("", "localhost") or not path.is_relative_to(folder):
-            raise ImageError("is not in tuner.images.folder")
-        with path.open("rb") as file:
-            return file.read(limits.content + 1)
-    except (OSError, ValueError) as error:
+        inside = path.resolve().is_relative_to(limits.folder.resolve())
+        if inside and parts.netloc in ("", "localhost"):
+            with path.open("rb") as file:
+                return file.read(limits.content + 1)
+    except (OSError, ValueError, RuntimeError) as error:
         raise ImageError("is a file that cannot be read") from error
+    raise ImageError("is not in tuner.images.folder")
 
 
 def opened(content: bytes, limits: ImageLimits) -> tuple[Image, str]:
@@ -222,6 +224,19 @@ class Album:
             self._content.setdefault(sha256, _Content(suffix, content))
         return sha256
 
+    def received(self, url: str, limits: ImageLimits) -> str:
+        """The SHA-256 of a picture that a URL holds, or names: one sent before by `sha256:...`.
+
+        Raises:
+            ImageError: It cannot be used.
+        """
+        if url.startswith(REFERENCE):
+            sha256 = url.removeprefix(REFERENCE)
+            if sha256 not in self._content:
+                raise ImageError("names a picture that was not sent before: send a data URL")
+            return sha256
+        return self.add(content_of(url, limits), limits)
+
     def open(self, sha256: str) -> Image:
         """The picture in RGB.
 
@@ -308,7 +323,9 @@ class Album:
 
     def _spans(self, ids: Sequence[int]) -> Iterator[ImageSpan]:
         seen = [place for place, id_ in enumerate(ids) if id_ >= IMAGE_IDS]
-        for _, group in groupby(enumerate(seen), lambda one: (one[1] - one[0], ids[one[1]] - one[1])):
+        for _, group in groupby(
+            enumerate(seen), lambda one: (one[1] - one[0], ids[one[1]] - one[1])
+        ):
             places = [place for _, place in group]
             picture = self.picture_at(ids[places[0]])
             offset = ids[places[0]] - picture.first

@@ -660,13 +660,13 @@ def chat_prompt(session: Session, request: CompletionRequest, limit: int | None 
         RequestError: 400: the template or the tokenizer rejects the messages, or their length
             alone exceeds a context of `limit` tokens.
     """
-    text = session.service.renderer.render_text(
-        request.messages,
-        request.shown_tools,
-        chat_template_kwargs=request.chat_template_kwargs,
+    renderer = session.service.renderer
+    messages = renderer.received(request.messages)
+    text = renderer.render_text(
+        messages, request.shown_tools, chat_template_kwargs=request.chat_template_kwargs
     )
-    turns = sum(message["role"] == "assistant" for message in request.messages)
-    return session.conversations.prompt(text, turns, request.messages, limit=limit)
+    turns = sum(message["role"] == "assistant" for message in messages)
+    return session.conversations.prompt(text, turns, messages, limit=limit)
 
 
 def _given(value: Any, default: Any) -> Any:

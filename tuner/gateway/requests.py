@@ -574,9 +574,7 @@ _REASONING = {
 }
 
 
-def check_messages(
-    value: Any, at: Path = ("messages",), *, sees: bool = False
-) -> list[Message]:
+def check_messages(value: Any, at: Path = ("messages",), *, sees: bool = False) -> list[Message]:
     """Check messages in the form of chat completions.
 
     Args:
@@ -684,11 +682,18 @@ def _check_image(image: Any, at: Path) -> None:
     """Check that a part names a picture; it is read later."""
     name((*at, "url"), object_field(at, image).get("url"))
     only_keys(image, ("url", "detail"), at, "a picture")
-    if image.get("detail") not in (None, "auto", "high"):
-        raise wrong(
-            (*at, "detail"),
-            f"is {shown(image['detail'])}: the model's processor chooses the size; leave it out",
-        )
+    check_detail((*at, "detail"), image.get("detail"))
+
+
+def check_detail(at: Path, detail: Any) -> None:
+    """Reject a size of a picture that the model's processor would not choose."""
+    if detail not in (None, "auto", "high"):
+        raise wrong(at, f"is {shown(detail)}: the model's processor chooses the size; leave it out")
+
+
+def image_part(at: Path, url: Any) -> dict[str, Any]:
+    """The part of a chat message for a picture with this URL."""
+    return {"type": "image_url", "image_url": {"url": name(at, url)}}
 
 
 def _call(call: Any, at: Path) -> dict[str, Any]:

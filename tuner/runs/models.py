@@ -29,7 +29,6 @@ from tuner.engines.transformers.sight import (
     give_sight,
     load_processor,
     sight_of,
-    train_sight,
 )
 from tuner.errors import (
     ConfigError,

@@ -380,7 +380,9 @@ def decoder_inputs(
     sight = sight_of(model)
     if sight is not None:
         return sight.inputs(model, ids, positions, shift)
-    return {"input_ids": ids} if positions is None else {"input_ids": ids, "position_ids": positions}
+    return (
+        {"input_ids": ids} if positions is None else {"input_ids": ids, "position_ids": positions}
+    )
 
 
 def decoder_name(model: Any) -> str:
@@ -443,8 +445,8 @@ def load_processor(folder: str, config: Any, tokenizer: Any) -> tuple[Any, Mappi
         ConfigError: transformers has no processor of pictures for the model.
     """
     from transformers import AutoImageProcessor
-    from transformers.models.auto.processing_auto import processor_class_from_name
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES as names
+    from transformers.models.auto.processing_auto import processor_class_from_name
     from transformers.utils import cached_file
 
     name = names.get(config.model_type)
@@ -453,7 +455,10 @@ def load_processor(folder: str, config: Any, tokenizer: Any) -> tuple[Any, Mappi
         raise ConfigError(f"transformers has no processor for models of type {config.model_type!r}")
     try:
         images = AutoImageProcessor.from_pretrained(folder, backend="pil")
-        found = {name: cached_file(folder, name, _raise_exceptions_for_missing_entries=False) for name in _FILES}
+        found = {
+            name: cached_file(folder, name, _raise_exceptions_for_missing_entries=False)
+            for name in _FILES
+        }
         files = {name: Path(file).read_bytes() for name, file in found.items() if file}
         known = inspect.signature(cls.__init__).parameters
         settings = json.loads(files.get("processor_config.json", b"{}"))
@@ -472,6 +477,7 @@ def processor_of(cls: Any, image_processor: Any, tokenizer: Any, **settings: Any
     """A processor of pictures and text alone."""
     # It refuses parts that are missing.
     alone = type(cls.__name__, (cls,), {"check_argument_for_proper_class": lambda *_: None})
-    video = {"video_processor": None} if "video_processor" in inspect.signature(cls).parameters else {}
+    video = (
+        {"video_processor": None} if "video_processor" in inspect.signature(cls).parameters else {}
+    )
     return alone(image_processor=image_processor, tokenizer=tokenizer, **video, **settings)
-

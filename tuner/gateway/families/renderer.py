@@ -20,7 +20,6 @@ from tuner.engines.images import (
     ImageError,
     ImageLimits,
     ImageSpan,
-    content_of,
 )
 from tuner.errors import ConfigError
 from tuner.gateway.families.forms import Tools
@@ -307,7 +306,7 @@ class ChatRenderer:
             text.
         end_ids: Tokens that end a completion by the model's configuration.
         sight: How the model reads pictures; None if it reads text only.
-        image_limits: Which pictures are accepted.
+        image_limits: Which pictures are accepted; None: the defaults.
 
     Attributes:
         tokenizer, special_tokens: Encoding, and its borders.
@@ -334,11 +333,11 @@ class ChatRenderer:
         reasoning_parser: str | None = "deepseek_r1",
         end_ids: Collection[int] = (),
         sight: Sight | None = None,
-        image_limits: ImageLimits = ImageLimits(),  # it is frozen
+        image_limits: ImageLimits | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.sight = sight
-        self._image_limits = image_limits
+        self._image_limits = image_limits or ImageLimits()
         self._tool_call_parser = "none" if tool_call_parser is None else tool_call_parser
         self._reasoning_parser = "none" if reasoning_parser is None else reasoning_parser
         self._tool_calls = _named(TOOL_CALL_PARSERS, "tool_call_parser", self._tool_call_parser)
@@ -485,7 +484,7 @@ class ChatRenderer:
         references = []
         for place, url in found:
             try:
-                sha256 = ALBUM.add(content_of(url, self._image_limits), self._image_limits)
+                sha256 = ALBUM.received(url, self._image_limits)
                 self.sight.ids(sha256)
             except ImageError as error:
                 raise RequestError(f" {error}", path=place, begins=True) from error

@@ -31,11 +31,11 @@ def text_of(content: str | list[dict[str, Any]]) -> str:
     return "\n".join(part["text"] for part in content if part["type"] != "image_url")
 
 
-def content_of(texts: list[str]) -> str | list[dict[str, Any]]:
-    """The content of a message: one text as a string, several as text parts."""
-    if len(texts) == 1:
-        return texts[0]
-    return [{"type": "text", "text": text} for text in texts]
+def content_of(parts: Sequence[str | dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """The content of a message: one text as a string, several texts and pictures as parts."""
+    if len(parts) == 1 and isinstance(parts[0], str):
+        return parts[0]
+    return [{"type": "text", "text": one} if isinstance(one, str) else one for one in parts]
 
 
 def said(message: Message) -> tuple[str | None, str]:
