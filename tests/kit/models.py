@@ -1,5 +1,6 @@
 """Tiny models with random weights."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def _seeing_tokenizer(kind: str, image: str) -> Any:
     """One token per byte, ChatML, and the tokens of pictures."""
     from tests.kit.toy import SEEING_TEMPLATE, tokenizer
 
-    spoken = tokenizer()
+    spoken = copy.deepcopy(tokenizer())  # which others share
     spoken.chat_template = SEEING_TEMPLATE.replace("IMAGE", image)
     spoken.add_special_tokens({"additional_special_tokens": _TOKENS[kind]})
     return spoken

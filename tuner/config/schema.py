@@ -449,7 +449,7 @@ class CriticSection(Section):
 
 
 class ImagesSection(Section):
-    """`tuner.images.*`: pictures in prompts, ([pictures](training.md#pictures))."""
+    """`tuner.images.*`: pictures in prompts, ([pictures](pictures.md))."""
 
     max_count: Count = Field(
         default=32, ge=1, description="Maximum number of pictures in the messages of a request."
