@@ -2,6 +2,7 @@
 
 import asyncio
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from tests.kit.models import SEEING, png, seeing_model
 from tuner.engines import SamplingParams
 from tuner.engines.images import ALBUM, ImageLimits
 from tuner.engines.transformers.engine import TransformersEngine
+from tuner.engines.transformers.sight import load_processor
+from tuner.errors import ConfigError
 
 PICTURES = [(24, 16), (16, 40), (9, 9), (64, 8)]
 
@@ -83,3 +86,16 @@ def test_pictures_under_equal_placeholders_do_not_share():
         assert max(ids) < len(seeing_model()[1])
         assert list(ALBUM.compared(ids, spans)) == asked
     assert all(one != other for one, other in pairwise(recorded))
+
+
+def test_a_model_that_computes_something_else_is_refused():
+    model, _ = seeing_model()
+    model.lm_head.register_forward_hook(lambda module, _, logits: logits * torch.rand(1))
+    with pytest.raises(ConfigError, match="does not attend to pictures as to text"):
+        model.sight.check(model)
+
+
+def test_a_processor_that_reads_pictures_together_is_refused():
+    settings = SimpleNamespace(model_type="llava_onevision")
+    with pytest.raises(ConfigError, match="once another follows it"):
+        load_processor("", settings, None)

@@ -1,7 +1,8 @@
-"""Pictures in requests: every dialect, through the real clients, an engine and a model that sees."""
+"""Pictures in requests of every dialect, by real clients, with an engine and a model that sees."""
 
 import base64
 import io
+import json
 import random
 from contextlib import asynccontextmanager
 
@@ -15,7 +16,12 @@ from tests.kit.toy import StubEngine, gateway_of, tokenizer
 from tuner.engines.images import ALBUM, ImageLimits
 from tuner.engines.transformers.engine import TransformersEngine
 from tuner.gateway import ChatRenderer, Gateway
+from tuner.gateway.dialects.anthropic import read_messages_request
+from tuner.gateway.dialects.chat import read_chat_request
+from tuner.gateway.dialects.responses import read_responses_request
 from tuner.gateway.families.renderer import _mark, _marked
+from tuner.gateway.request_error import RequestError
+from tuner.gateway.service import Service
 from tuner.traces.store import TraceStore, read_traces
 from tuner.traces.trace import Outcome, RolloutId, Trace
 
@@ -130,7 +136,7 @@ async def test_the_other_dialects_read_the_same_prompt(seeing):
         await client.messages.create(max_tokens=4, **asked)
         counted = await client.messages.count_tokens(**asked)
         source["type"] = "file"
-        with pytest.raises(BadRequestError, match='source.type is "file"'):
+        with pytest.raises(BadRequestError, match=r'source\.type is "file"'):
             await client.messages.create(max_tokens=4, **asked)
         parts = [
             {"type": "input_text", "text": "What?"},
@@ -281,6 +287,61 @@ async def test_a_trace_keeps_each_picture_once(seeing, tmp_path):
     assert found == trace
     assert [call.compared for call in found.calls] == [call.compared for call in calls]
     assert ALBUM.content(calls[0].images[0].sha256) == one
+
+
+def test_fuzzed_parts_are_read_or_refused_by_name(seeing):
+    """No value in the place of a part, a URL, a source or a picture raises anything else."""
+    draw = random.Random(0)
+    good = png(12, 12)
+    renderer = ChatRenderer(seeing[1], sight=seeing[0].sight, image_limits=ImageLimits(2, 4000))
+    service = Service(StubEngine(), renderer, "tiny", "template")
+    odd = [None, "", 0, [], {}, "auto", "low", "\ud800", "data:image/png;base64,", "file://x", True]
+
+    def content() -> str:
+        raw = bytearray(good)
+        for _ in range(draw.randrange(4)):
+            raw[draw.randrange(len(raw))] = draw.randrange(256)
+        return url(bytes(raw[: draw.choice([len(raw), draw.randrange(len(raw))])]))
+
+    def changed(value):
+        if draw.random() < 0.1:
+            return draw.choice(odd)
+        if isinstance(value, dict):
+            left = {key: changed(item) for key, item in value.items() if draw.random() < 0.95}
+            return {**left, "extra": 1} if draw.random() < 0.05 else left
+        if isinstance(value, list):
+            return [changed(item) for item in value] * draw.choice([1, 1, 1, 2])
+        return value
+
+    readers = {
+        "chat": lambda body: read_chat_request(body, service),
+        "messages": lambda body: read_messages_request(body, service),
+        "responses": lambda body: read_responses_request(body, {}, service).request,
+    }
+    refused, served, statuses = 0, 0, set()
+    for _ in range(1500):
+        sent = content()
+        source = {"type": "base64", "media_type": "image/png", "data": sent.partition(",")[2]}
+        image = {"type": "input_image", "image_url": sent, "detail": "auto"}
+        shown = {
+            "chat": [text("?"), picture(sent)],
+            "messages": [text("?"), {"type": "image", "source": source}],
+            "responses": [{"type": "input_text", "text": "?"}, image],
+        }
+        dialect = draw.choice([*shown])
+        messages = [{"role": "user", "content": changed(shown[dialect])}]
+        name = "input" if dialect == "responses" else "messages"
+        body = {"model": "tiny", name: messages}
+        body |= {"max_tokens": 4} if dialect == "messages" else {}
+        try:
+            request = readers[dialect](json.dumps(body).encode())
+            renderer.encode(renderer.render_text(renderer.received(request.messages), []))
+            served += 1
+        except RequestError as error:
+            statuses.add(error.status)
+            refused += 1
+    assert statuses == {400}
+    assert min(refused, served) > 100, (refused, served)
 
 
 def test_marks_are_never_in_a_text_from_outside():

@@ -105,6 +105,10 @@ def content_of(url: str, limits: ImageLimits) -> bytes:
     return content
 
 
+def _unknown(sha256: str) -> ImageError:
+    return ImageError(f"picture {sha256} is unknown: its trace was not read from a file")
+
+
 def _too_large(size: int, limits: ImageLimits) -> ImageError:
     return ImageError(
         f"has {size} bytes: at most {limits.content} are accepted (tuner.images.max_bytes)"
@@ -250,7 +254,7 @@ class Album:
         """A picture's bytes, as they were sent."""
         known = self._content.get(sha256)
         if known is None:
-            raise ImageError(f"picture {sha256} is unknown: its trace was not read from a file")
+            raise _unknown(sha256)
         if known.content is not None:
             return known.content
         assert known.file is not None
@@ -264,7 +268,9 @@ class Album:
 
     def keep(self, sha256: str, folder: Path) -> None:
         """Write a picture into a folder, once; from then on its bytes are read from there."""
-        known = self._content[sha256]
+        known = self._content.get(sha256)
+        if known is None:
+            raise _unknown(sha256)
         if known.file is not None and known.file.parent == folder and known.file.exists():
             return
         file, content = folder / f"{sha256}.{known.suffix}", self.content(sha256)

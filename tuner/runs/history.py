@@ -831,6 +831,8 @@ class _Turns:
             return "undelivered_call"
         if call.excluded:
             return "excluded_call"
+        if call.images:
+            return "call_with_pictures"
         return other_role(call, self._roles)
 
 

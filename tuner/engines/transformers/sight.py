@@ -18,8 +18,9 @@ import copy
 import inspect
 import io
 import json
+import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -31,14 +32,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tuner.engines.images import ALBUM, IMAGE_IDS, ImageError, ImageLimits
-from tuner.errors import ConfigError, quiet_library
+from tuner.errors import ConfigError
 
 Ints = NDArray[np.int64]
 
 _KEPT = 1 << 28
-"""Bytes of features that are kept for the next pass."""
-_READ = 64
-"""Pictures whose pixels are kept for the next pass."""
+"""Bytes of features, and of pixels, that are kept for the next pass."""
 # Outputs of image processors that only their processor reads.
 _PROMPT_ONLY = ("rows", "cols", "num_patches", "num_crops")
 
@@ -50,14 +49,12 @@ class _Read:
     Attributes:
         text: What stands for it in a prompt's text.
         tokens: Number of placeholders in it.
-        pixels: Inputs of the vision tower.
         place: Position of each token after that of the first, [3, tokens], and how many positions
             they take together; None without M-RoPE.
     """
 
     text: str
     tokens: int
-    pixels: dict[str, Any]
     place: tuple[Ints, int] | None
 
 
@@ -85,10 +82,11 @@ class Sight:
         self._merge = int(getattr(config.vision_config, "spatial_merge_size", 1))
         rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
         self._rotates_in_3d = "mrope_section" in rope
-        self._read: OrderedDict[str, _Read] = OrderedDict()
-        self._placed: dict[str, tuple[Ints, int]] = {}
+        self._read: dict[str, _Read] = {}
+        self._pixels: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._features: OrderedDict[str, tuple[Tensor, ...]] = OrderedDict()
         self._weights: object = None
+        self._lock = threading.Lock()  # prompts are made in several threads
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sight:
         """For a copy of the model, whose features are other ones."""
@@ -104,21 +102,31 @@ class Sight:
         Raises:
             ImageError: The processor cannot use it.
         """
-        known = self._read.get(sha256)
+        if sha256 not in self._read:
+            self.pixels(sha256)
+        return self._read[sha256]
+
+    def pixels(self, sha256: str) -> dict[str, Any]:
+        """The inputs of the vision tower for a picture.
+
+        Raises:
+            ImageError: The processor cannot use it.
+        """
+        known = self._pixels.get(sha256)
         if known is None:
-            known = self._read[sha256] = self._processed(sha256)
-            if len(self._read) > _READ:
-                self._read.popitem(last=False)
+            self._read[sha256], known = self._processed(sha256)
+            with self._lock:
+                self._pixels[sha256] = known
+                _shorten(self._pixels, lambda one: one.values())
         return known
 
-    def _processed(self, sha256: str) -> _Read:
+    def _processed(self, sha256: str) -> tuple[_Read, dict[str, Any]]:
         image = ALBUM.open(sha256)
         try:
-            with quiet_library("transformers"):
-                settings = self.processor._merge_kwargs(
-                    tokenizer_init_kwargs=self.processor.tokenizer.init_kwargs, return_tensors="pt"
-                )["images_kwargs"]
-                pixels, (text,) = self.processor._process_images([image], **settings)
+            settings = self.processor._merge_kwargs(
+                tokenizer_init_kwargs=self.processor.tokenizer.init_kwargs, return_tensors="pt"
+            )["images_kwargs"]
+            pixels, (text,) = self.processor._process_images([image], **settings)
         except Exception as error:  # a processor may refuse a size in any way
             raise ImageError(
                 f"of {image.width} x {image.height} pixels cannot be read by the model's "
@@ -131,7 +139,7 @@ class Sight:
             time, height, width = grid[0].tolist()
             sides = (time, height // self._merge, width // self._merge)
             place = np.stack([axis.ravel() for axis in np.indices(sides)]), max(sides[1:])
-        return _Read(text, tokens, dict(pixels), place)
+        return _Read(text, tokens, place), dict(pixels)
 
     def ids(self, sha256: str) -> range:
         """The ids of the picture's tokens."""
@@ -208,12 +216,9 @@ class Sight:
         return torch.cat([positions[None], rotated])
 
     def _place(self, sha256: str) -> tuple[Ints, int]:
-        known = self._placed.get(sha256)
-        if known is None:
-            place = self.read(sha256).place
-            assert place is not None
-            known = self._placed[sha256] = place
-        return known
+        place = self.read(sha256).place
+        assert place is not None
+        return place
 
     @staticmethod
     def _pictures(ids: Ints, seen: NDArray[np.bool_]) -> Sequence[Any]:
@@ -286,14 +291,14 @@ class Sight:
     def own_logits(self, model: Any, ids: Sequence[int]) -> Tensor:
         """Logits [1, S, V] of the model's own forward pass over one sequence."""
         recorded, spans = ALBUM.recorded(ids, self.image_token_id)
-        pictures = [self.read(span.sha256) for span in spans if not span.offset]
+        pictures = [self.pixels(span.sha256) for span in spans if not span.offset]
         given: dict[str, Any] = {}
         if pictures:
             # Some have a dimension for prompts before that for tiles.
-            first = pictures[0].pixels
+            first = pictures[0]
             tiles = 1 if first["pixel_values"].ndim == 5 else 0
             for name in [name for name, value in first.items() if isinstance(value, Tensor)]:
-                parts = [one.pixels[name] for one in pictures]
+                parts = [one[name] for one in pictures]
                 given[name] = torch.cat(parts, dim=tiles).to(model.device)
         input_ids = torch.tensor([recorded], device=model.device)
         given["mm_token_type_ids"] = (input_ids == self.image_token_id).int()
@@ -321,10 +326,7 @@ class Sight:
                     self._features[sha256] = self._computed(model, sha256)
             self._features.move_to_end(sha256)
             found.append(self._features[sha256])
-        size = sum(t.nbytes for tables in self._features.values() for t in tables)
-        while size > _KEPT and len(self._features) > 1:
-            _, tables = self._features.popitem(last=False)
-            size -= sum(t.nbytes for t in tables)
+        _shorten(self._features, lambda tables: tables)
         return found
 
     @staticmethod
@@ -340,7 +342,7 @@ class Sight:
         names = inspect.signature(inspect.unwrap(get)).parameters
         given = {
             name: value.to(model.device) if isinstance(value, Tensor) else value
-            for name, value in read.pixels.items()
+            for name, value in self.pixels(sha256).items()
             if name in names and name not in _PROMPT_ONLY
         }
         output = get(**given, return_dict=True)
@@ -355,6 +357,14 @@ class Sight:
                 "processor do not belong together"
             )
         return tuple(rows)
+
+
+def _shorten(kept: OrderedDict[str, Any], tensors: Callable[[Any], Iterable[Any]]) -> None:
+    """Drop the oldest entries whose tensors are too many bytes, but for the last one."""
+    size = sum(getattr(t, "nbytes", 0) for one in kept.values() for t in tensors(one))
+    while size > _KEPT and len(kept) > 1:
+        _, dropped = kept.popitem(last=False)
+        size -= sum(getattr(t, "nbytes", 0) for t in tensors(dropped))
 
 
 def sight_of(model: Any) -> Sight | None:
@@ -427,6 +437,10 @@ def _noise() -> bytes:
     return file.getvalue()
 
 
+_REFUSED = {
+    "llava_onevision": "their processor cuts a picture into other tiles once another follows it, "
+    "so a conversation could not go on with the tokens it began with",
+}
 _FILES = (
     "preprocessor_config.json",
     "processor_config.json",
@@ -449,6 +463,8 @@ def load_processor(folder: str, config: Any, tokenizer: Any) -> tuple[Any, Mappi
     from transformers.models.auto.processing_auto import processor_class_from_name
     from transformers.utils import cached_file
 
+    if (why := _REFUSED.get(config.model_type)) is not None:
+        raise ConfigError(f"models of type {config.model_type!r} are not supported: {why}")
     name = names.get(config.model_type)
     cls = processor_class_from_name(name) if name else None
     if cls is None:
