@@ -316,7 +316,7 @@ def test_fuzzed_parts_are_read_or_refused_by_name(seeing):
     readers = {
         "chat": lambda body: read_chat_request(body, service),
         "messages": lambda body: read_messages_request(body, service),
-        "responses": lambda body: read_responses_request(body, {}, service).request,
+        "responses": lambda body: read_responses_request(body, {}, service).completion,
     }
     refused, served, statuses = 0, 0, set()
     for _ in range(1500):
@@ -352,3 +352,31 @@ def test_marks_are_never_in_a_text_from_outside():
         assert _marked(mark[1:]) == id_
         with pytest.raises(UnicodeEncodeError):
             mark.encode()
+
+
+async def test_agentscopes_image_blocks_are_read(seeing, tmp_path):
+    """Its formatter sends blocks of messages, and those of tool results in a message after them."""
+    from agentscope.formatter import OpenAIChatFormatter
+    from agentscope.message import Base64Source, ImageBlock, Msg, TextBlock, URLSource
+
+    one, two = png(20, 12, seed=1), png(12, 20, seed=2)
+    (tmp_path / "two.png").write_bytes(two)
+    data = base64.b64encode(one).decode()
+    inline = Base64Source(type="base64", media_type="image/png", data=data)
+    shown = [TextBlock(type="text", text="?"), ImageBlock(type="image", source=inline)]
+    stored = URLSource(type="url", url=str(tmp_path / "two.png"))
+    result = {
+        "type": "tool_result",
+        "id": "c",
+        "name": "look",
+        "output": [ImageBlock(type="image", source=stored)],
+    }
+    asked = {"type": "tool_use", "id": "c", "name": "look", "input": {}}
+    messages = await OpenAIChatFormatter(promote_tool_result_images=True).format(
+        [Msg("user", shown, "user"), Msg("a", [asked], "assistant"), Msg("s", [result], "system")]
+    )
+    async with opened(seeing) as gateway:
+        session = gateway.open_session("r")
+        await ask(session, messages)
+        names = [ALBUM.add(content, ImageLimits()) for content in (one, two)]
+        assert [span.sha256 for span in session.calls[0].images] == names
