@@ -398,7 +398,8 @@ def decoder_inputs(
 def decoder_name(model: Any) -> str:
     """The name of the decoder among the model's modules."""
     decoder = decoder_of(model)
-    return next(name for name, module in model.named_modules() if module is decoder)
+    name: str = next(name for name, module in model.named_modules() if module is decoder)
+    return name
 
 
 def give_sight(model: Any, processor: tuple[Any, Mapping[str, bytes]]) -> None:
@@ -459,14 +460,14 @@ def load_processor(folder: str, config: Any, tokenizer: Any) -> tuple[Any, Mappi
         ConfigError: transformers has no processor of pictures for the model.
     """
     from transformers import AutoImageProcessor
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES as names
-    from transformers.models.auto.processing_auto import processor_class_from_name
-    from transformers.utils import cached_file
+    from transformers.models.auto import processing_auto
+    from transformers.utils.hub import cached_file
 
     if (why := _REFUSED.get(config.model_type)) is not None:
         raise ConfigError(f"models of type {config.model_type!r} are not supported: {why}")
-    name = names.get(config.model_type)
-    cls = processor_class_from_name(name) if name else None
+    known: Any = processing_auto
+    name = known.PROCESSOR_MAPPING_NAMES.get(config.model_type)
+    cls = known.processor_class_from_name(name) if name else None
     if cls is None:
         raise ConfigError(f"transformers has no processor for models of type {config.model_type!r}")
     try:
@@ -476,9 +477,9 @@ def load_processor(folder: str, config: Any, tokenizer: Any) -> tuple[Any, Mappi
             for name in _FILES
         }
         files = {name: Path(file).read_bytes() for name, file in found.items() if file}
-        known = inspect.signature(cls.__init__).parameters
+        named = inspect.signature(cls.__init__).parameters
         settings = json.loads(files.get("processor_config.json", b"{}"))
-        given = {key: value for key, value in settings.items() if key in known}
+        given = {key: value for key, value in settings.items() if key in named}
         parts = ("image_processor", "video_processor", "tokenizer", "kwargs")
         return processor_of(
             cls, images, tokenizer, **{k: v for k, v in given.items() if k not in parts}

@@ -78,8 +78,8 @@ def packed_states(model: nn.Module, rows: Sequence[Row]) -> Tensor:
     ids = np.array([[i for row in rows for i in row.prompt_ids + row.completion_ids]])
     positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
     pieces = np.split(ids, starts[1:-1].tolist(), axis=1)
-    shift = [row_shifts(causal, piece) for piece in pieces]
-    moved = None if shift[0] is None else np.concatenate(shift, axis=1)
+    shift = [found for piece in pieces if (found := row_shifts(causal, piece)) is not None]
+    moved = np.concatenate(shift, axis=1) if shift else None
     output: Any = body(causal)(
         **_inputs(causal, ids, moved, device, positions),
         use_cache=False,
