@@ -1,5 +1,6 @@
 """Tiny models with random weights."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -34,4 +35,169 @@ def save_chat_model(path: Path, **shape: Any) -> Path:
     ids = {"eos_token_id": spoken.eos_token_id, "pad_token_id": spoken.pad_token_id}
     tiny_qwen3(len(spoken), **ids, **shape).save_pretrained(path)
     spoken.save_pretrained(path)
+    return path
+
+
+_TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+}
+_VISION = {"intermediate_size": 32, "hidden_size": 16, "initializer_range": 0.3}
+_TOKENS = {
+    "qwen": ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"],
+    "idefics3": ["<image>", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>"],
+    "internvl": ["<IMG_CONTEXT>", "<img>", "</img>", "<video>"],
+}
+
+
+def _seeing_tokenizer(kind: str, image: str) -> Any:
+    """One token per byte, ChatML, and the tokens of pictures."""
+    from tests.kit.toy import SEEING_TEMPLATE, tokenizer
+
+    spoken = copy.deepcopy(tokenizer())  # which others share
+    spoken.chat_template = SEEING_TEMPLATE.replace("IMAGE", image)
+    spoken.add_special_tokens({"additional_special_tokens": _TOKENS[kind]})
+    return spoken
+
+
+def _qwen(version: int) -> tuple[Any, Any, Any]:
+    import transformers
+    from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+
+    spoken = _seeing_tokenizer("qwen", "<|vision_start|><|image_pad|><|vision_end|>")
+    names = ("vision_start", "image", "vision_end", "video")
+    ids = zip(names, spoken.convert_tokens_to_ids(_TOKENS["qwen"]), strict=True)
+    sizes = {"patch_size": 4, "temporal_patch_size": 2}
+    images = Qwen2VLImageProcessorPil(
+        **sizes, merge_size=2, size={"shortest_edge": 64, "longest_edge": 2048}
+    )
+    vision = {**_VISION, **sizes, "num_heads": 2, "spatial_merge_size": 2, "out_hidden_size": 32}
+    if version == 2:
+        vision |= {"depth": 1, "window_size": 16, "fullatt_block_indexes": [0]}
+        kind, processor = "Qwen2_5_VL", Qwen2_5_VLProcessor
+    else:  # its first layers are given features of the tower's first layer, too
+        vision |= {"depth": 2, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+        kind, processor = "Qwen3VL", Qwen3VLProcessor
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+    text = {**_TEXT, "vocab_size": len(spoken), "eos_token_id": spoken.eos_token_id}
+    config = getattr(transformers, f"{kind}Config")(
+        text_config={**text, "rope_parameters": rope},
+        vision_config=vision,
+        tie_word_embeddings=False,
+        **{f"{name}_token_id": id_ for name, id_ in ids},
+    )
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+    return model, processor, (spoken, images)
+
+
+def _idefics3() -> tuple[Any, Any, Any]:
+    """Large pictures in four tiles, with words between them."""
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration
+    from transformers.models.idefics3.image_processing_pil_idefics3 import (
+        Idefics3ImageProcessorPil,
+    )
+    from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+
+    spoken = _seeing_tokenizer("idefics3", "<image>")
+    images = Idefics3ImageProcessorPil(
+        size={"longest_edge": 32}, max_image_size={"longest_edge": 16}
+    )
+    config = Idefics3Config(
+        text_config={**_TEXT, "model_type": "llama", "vocab_size": len(spoken)},
+        vision_config={
+            **_VISION,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "patch_size": 4,
+            "image_size": 16,
+        },
+        image_token_id=spoken.convert_tokens_to_ids("<image>"),
+        pad_token_id=spoken.pad_token_id,
+        tie_word_embeddings=False,
+    )
+    return Idefics3ForConditionalGeneration(config), Idefics3Processor, (spoken, images, 4)
+
+
+def _internvl() -> tuple[Any, Any, Any]:
+    from transformers import InternVLConfig, InternVLForConditionalGeneration
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (
+        GotOcr2ImageProcessorPil,
+    )
+    from transformers.models.internvl.processing_internvl import InternVLProcessor
+
+    spoken = _seeing_tokenizer("internvl", "<IMG_CONTEXT>")
+    parts = ("context_image_token", "start_image_token", "end_image_token", "video_token")
+    for part, token in zip(parts, _TOKENS["internvl"], strict=True):
+        setattr(spoken, part, token)
+        setattr(spoken, f"{part}_id", spoken.convert_tokens_to_ids(token))
+    images = GotOcr2ImageProcessorPil(
+        size={"height": 16, "width": 16}, crop_to_patches=True, min_patches=1, max_patches=3
+    )
+    config = InternVLConfig(
+        text_config={**_TEXT, "model_type": "qwen2", "vocab_size": len(spoken)},
+        vision_config={
+            **_VISION,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "patch_size": [4, 4],
+            "image_size": [16, 16],
+        },
+        image_token_id=spoken.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        image_seq_length=4,
+        tie_word_embeddings=False,
+    )
+    return InternVLForConditionalGeneration(config), InternVLProcessor, (spoken, images, 4)
+
+
+_SEEING: dict[str, Any] = {
+    "qwen2_5_vl": lambda: _qwen(2),
+    "qwen3_vl": lambda: _qwen(3),
+    "idefics3": _idefics3,
+    "internvl": _internvl,
+}
+SEEING = tuple(_SEEING)
+"""Families of models that see, as `seeing_model` builds them."""
+
+
+def seeing_model(family: str = "qwen2_5_vl", *, seed: int = 0) -> tuple[Any, Any]:
+    """A model of this family with random weights that sees, and its tokenizer."""
+    from tuner.engines.transformers.sight import give_sight, processor_of
+
+    torch.manual_seed(seed)
+    model, processor, (spoken, images, *length) = _SEEING[family]()
+    names = {"idefics3": "image_seq_len", "internvl": "image_seq_length"}
+    settings = {names[family]: length[0]} if length else {}
+    give_sight(model.eval(), (processor_of(processor, images, spoken, **settings), {}))
+    return model, spoken
+
+
+def png(width: int = 24, height: int = 16, *, seed: int = 0) -> bytes:
+    """A picture of noise."""
+    import io
+
+    import numpy as np
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def save_seeing_model(path: Path, family: str = "qwen2_5_vl", *, seed: int = 0) -> Path:
+    """A Hugging Face folder with it and the files of its processor."""
+    model, spoken = seeing_model(family, seed=seed)
+    model.save_pretrained(path)
+    spoken.save_pretrained(path)
+    model.sight.processor.image_processor.save_pretrained(path)
     return path

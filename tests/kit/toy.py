@@ -66,6 +66,23 @@ TEMPLATE = """
 {%- endif %}
 """
 
+_PICTURED = """
+    {%- if message.content is string %}{%- set content = message.content %}
+    {%- elif message.content %}
+        {%- set parts = namespace(text='') %}
+        {%- for part in message.content %}
+            {%- if part.type == 'text' %}{%- set parts.text = parts.text + part.text %}
+            {%- else %}
+                {%- set parts.text = parts.text + 'IMAGE' %}
+            {%- endif %}
+        {%- endfor %}
+        {%- set content = parts.text %}"""
+SEEING_TEMPLATE = TEMPLATE.replace(
+    """
+    {%- if message.content is string %}{%- set content = message.content %}""",
+    _PICTURED,
+)
+
 ADD_TOOL = {
     "type": "function",
     "function": {

@@ -448,6 +448,26 @@ class CriticSection(Section):
     )
 
 
+class ImagesSection(Section):
+    """`tuner.images.*`: pictures in prompts, ([pictures](pictures.md))."""
+
+    max_count: Count = Field(
+        default=32, ge=1, description="Maximum number of pictures in the messages of a request."
+    )
+    max_bytes: Count = Field(default=20 << 20, ge=1, description="Maximum bytes of a picture.")
+    max_pixels: Count = Field(default=1 << 25, ge=1, description="Maximum pixels of a picture.")
+    folder: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder whose pictures requests may name by `file:` URLs. Not set: none.",
+    )
+    train_vision: bool = Field(
+        default=False,
+        description="Whether the vision tower, and what connects it to the language model, is "
+        "trained too; with an adapter, whether it gets one.",
+    )
+
+
 class AlgorithmExtras(Section):
     """`tuner.algorithm.*`"""
 
@@ -1694,6 +1714,7 @@ class TunerSection(Section):
     history: HistorySection | None = None
     algorithm: AlgorithmExtras = AlgorithmExtras()
     critic: CriticSection = CriticSection()
+    images: ImagesSection = ImagesSection()
     pass_reward: float = Field(
         default=1.0,
         description="Minimum reward of a rollout that counts as passed: for `pass_at_<n>` and "

@@ -27,6 +27,7 @@ from tuner.engines.base import (
 )
 from tuner.engines.grammar import Grammars, GrammarState, unpacked
 from tuner.engines.grammar_text import GrammarError
+from tuner.engines.images import ALBUM, IMAGE_IDS
 from tuner.engines.sampling import (
     Edit,
     LogitEdits,
@@ -182,7 +183,7 @@ class RequestEngine(DescribedEngine):
         max_model_len: Maximum of prompt and completion tokens of one request.
         version: Version of the current weights.
         grammars: Whether our grammars are followed exactly.
-        shares_weights, every_setting, goes_on: As in `EngineCapabilities`.
+        shares_weights, every_setting, goes_on, sees: As in `EngineCapabilities`.
     """
 
     def __init__(
@@ -197,6 +198,7 @@ class RequestEngine(DescribedEngine):
         shares_weights: bool,
         every_setting: bool,
         goes_on: Literal["in_parts", "always"],
+        sees: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._end_ids = end_ids
@@ -210,6 +212,7 @@ class RequestEngine(DescribedEngine):
             shares_weights=shares_weights,
             every_setting=every_setting,
             goes_on=goes_on,
+            sees=sees,
         )
         if self._capabilities.grammars:
             self._grammars.prepare()
@@ -243,8 +246,9 @@ class RequestEngine(DescribedEngine):
         named = [*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias)]
         named += [token for word in sampling.bad_words for token in word]
         begun = list(so_far.completion_ids) if so_far is not None else []
+        seen = range(IMAGE_IDS, ALBUM.end) if self._capabilities.sees else ()
         for what, ids in (
-            ("the prompt has", prompt),
+            ("the prompt has", [i for i in prompt if i not in seen]),
             ("the sampling settings name", named),
             ("the completion has", begun),
         ):

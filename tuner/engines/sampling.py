@@ -29,6 +29,7 @@ from torch import Tensor
 
 from tuner.engines.base import COLDEST, SamplingError, SamplingParams
 from tuner.engines.grammar import to_device
+from tuner.engines.images import IMAGE_IDS
 
 _TWO = "from -2 to 2"
 
@@ -308,7 +309,8 @@ class LogitEdits:
         self._sampling = sampling
         self._completion_ids = completion_ids
         repeats = sampling.repetition_penalty != 1
-        self._prompt = np.unique(np.array(prompt_ids if repeats else [], dtype=np.int64))
+        prompt = np.unique(np.array(prompt_ids if repeats else [], dtype=np.int64))
+        self._prompt = prompt[prompt < IMAGE_IDS]  # pictures repeat nothing
         self._bias = dict(sampling.logit_bias)
 
     def banned(self, count: int) -> list[int]:

@@ -19,6 +19,7 @@ import re
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -397,6 +398,8 @@ class Completion:
         """
         if self.session.sealed:
             raise has_ended(self.session.id)
+        received = self.service.renderer.received(self.request.messages)
+        self.request = replace(self.request, messages=received)
         prompts = self._prompts()
         rooms = [self._room(prompt.ids) for prompt in prompts]
         renderer, constraints = self.service.renderer, self.request.constraints
@@ -551,7 +554,7 @@ class Completion:
         called = places and generation.finish_reason == "stop"
         return Choice(
             index=index,
-            prompt_ids=prompt_ids,
+            prompt_ids=renderer.recorded(prompt_ids)[0],
             generation=generation,
             text=text,
             stop_string=stop_string,
@@ -624,9 +627,11 @@ class Completion:
         **fields: Any,
     ) -> Call:
         request, sampled = self.request, self._sampled[index]
+        prompt_ids, images = self.service.renderer.recorded(sampled.prompt.ids)
         return Call(
             id=self.call_id(index),
-            prompt_ids=sampled.prompt.ids,
+            prompt_ids=prompt_ids,
+            images=images,
             completion_ids=ids,
             logprobs=logprobs,
             versions=versions,
@@ -655,13 +660,13 @@ def chat_prompt(session: Session, request: CompletionRequest, limit: int | None 
         RequestError: 400: the template or the tokenizer rejects the messages, or their length
             alone exceeds a context of `limit` tokens.
     """
-    text = session.service.renderer.render_text(
-        request.messages,
-        request.shown_tools,
-        chat_template_kwargs=request.chat_template_kwargs,
+    renderer = session.service.renderer
+    messages = renderer.received(request.messages)
+    text = renderer.render_text(
+        messages, request.shown_tools, chat_template_kwargs=request.chat_template_kwargs
     )
-    turns = sum(message["role"] == "assistant" for message in request.messages)
-    return session.conversations.prompt(text, turns, request.messages, limit=limit)
+    turns = sum(message["role"] == "assistant" for message in messages)
+    return session.conversations.prompt(text, turns, messages, limit=limit)
 
 
 def _given(value: Any, default: Any) -> Any:

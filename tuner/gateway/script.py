@@ -97,7 +97,7 @@ class RecordedRequest:
 
     def has_prompts(self, prompts: Sequence[tuple[int, ...]]) -> bool:
         return all(
-            index < len(prompts) and prompts[index] == call.prompt_ids
+            index < len(prompts) and prompts[index] == call.compared.prompt_ids
             for index, call in self.calls.items()
         )
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from tuner.engines.base import Generation
+from tuner.engines.images import ALBUM
 from tuner.errors import FunctionError, TunerError
 from tuner.gateway.conversations import Conversations
 from tuner.gateway.families.template import Message
@@ -952,7 +953,7 @@ class Session(Access):
         """Count the calls of an earlier process, so that no id and no seed repeats."""
         for call in calls:  # one request for each, which is enough
             self._admitted += 1
-            self._asked[_digest(call.prompt_ids)] += 1
+            self._asked[_digest(call.compared.prompt_ids)] += 1
             self.recording.tokens += call.usage.output_tokens
 
     def digest(self, *parts: object) -> bytes:
@@ -984,4 +985,6 @@ class Session(Access):
 
 
 def _digest(prompt: tuple[int, ...]) -> bytes:
-    return hashlib.blake2b(array("q", prompt).tobytes(), digest_size=16).digest()
+    ids, images = ALBUM.recorded(prompt, -1)  # the same in every process
+    content = array("q", ids).tobytes() + (repr(images).encode() if images else b"")
+    return hashlib.blake2b(content, digest_size=16).digest()

@@ -831,6 +831,8 @@ class _Turns:
             return "undelivered_call"
         if call.excluded:
             return "excluded_call"
+        if call.images:
+            return "call_with_pictures"
         return other_role(call, self._roles)
 
 
@@ -844,6 +846,7 @@ def _trained(call: Call) -> int:
 
 
 def _stretches(call: Call) -> list[RecordedTurn]:
+    call = call.compared
     return [
         RecordedTurn(
             array("I", call.prompt_ids + call.completion_ids[:start]),

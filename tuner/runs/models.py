@@ -24,6 +24,12 @@ from transformers import PreTrainedModel
 from tuner.config.keys import check_path, hub_or_cache, located, require_gguf
 from tuner.config.schema import DEFAULT_ALPHA, DEFAULT_RANK, DEFAULT_TARGETS, LoraSection
 from tuner.engines.request import end_ids_of
+from tuner.engines.transformers.sight import (
+    decoder_name,
+    give_sight,
+    load_processor,
+    sight_of,
+)
 from tuner.errors import (
     ConfigError,
     MissingDependencyError,
@@ -273,19 +279,39 @@ def load_model(
         dtype: The dtype of its weights, whatever they were saved in.
         setting: The setting that named it, for the message.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     folder = model_folder(path, setting)
+    sees = reads_pictures(path, setting=setting)
+    loader: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     if (Path(path).expanduser() / ADAPTER_CONFIG).exists():
         raise ModelLoadError(_not_an_adapter(path, setting))
     with loading(described(path, setting), "a causal language model"), from_hub(path, setting):
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        model: PreTrainedModel = loader.from_pretrained(folder, dtype=dtype)
     if hasattr(model, "peft_config"):  # on the Hub
         raise ModelLoadError(_not_an_adapter(path, setting))
     _train_every_row(model)
     model.to(device)  # type: ignore[arg-type]
     model.eval()
+    if sees:
+        tokenizer = load_tokenizer(path, setting=setting)
+        give_sight(model, load_processor(folder, model.config, tokenizer))
     return model
+
+
+def reads_pictures(path: str, *, setting: str = "model.model_path") -> bool:
+    """Whether a model is one of pictures and text that transformers has in no other form; those it
+    also has as language models read text only."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+
+    if (Path(path).expanduser() / ADAPTER_CONFIG).exists():
+        return False
+    kind = load_settings(path, setting=setting).model_type
+    text = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and not text
 
 
 def _train_every_row(model: PreTrainedModel) -> None:
@@ -424,6 +450,14 @@ def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
     with quiet_transformers():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+    save_processor(model, folder)
+
+
+def save_processor(model: PreTrainedModel, folder: Path) -> None:
+    """Write the files of the processor of a model that sees, as they were loaded."""
+    sight = sight_of(model)
+    for name, content in () if sight is None else sight.files.items():
+        (folder / name).write_bytes(content)
 
 
 def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -676,6 +710,9 @@ def add_adapter(
     recorded = config.base_model_name_or_path
     config.base_model_name_or_path = None  # peft would use the folder's name, and print a message
     shared = _shared_layers(model)
+    sight = sight_of(model)
+    if sight is not None and not sight.trained and config.exclude_modules is None:
+        config.exclude_modules = rf"(?!{re.escape(decoder_name(model))}\.).*"
     try:
         # peft warns of deprecated names that it uses, and of tied layers, which are rejected below.
         with torch.random.fork_rng(devices=[]), quiet_library("peft"):
@@ -779,3 +816,4 @@ def save_policy(
         return save_model(model, tokenizer, folder)
     adapter.save(folder)
     tokenizer.save_pretrained(folder)
+    save_processor(model, folder)

@@ -18,10 +18,12 @@ from tuner.config import RunConfig
 from tuner.config.schema import AlgorithmSection
 from tuner.encoding import NotText, read_text_file
 from tuner.engines import TrainingEngine
+from tuner.engines.images import ImageLimits
 from tuner.engines.remote import ServedEngine
 from tuner.engines.request import end_ids_of
 from tuner.engines.transformers.engine import TransformersEngine
 from tuner.engines.transformers.model_shape import length_limit
+from tuner.engines.transformers.sight import Sight, sight_of, train_sight
 from tuner.errors import ConfigError
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults, SessionLimits
 from tuner.gateway.families.renderer import SystemPrompt
@@ -258,14 +260,18 @@ def build_stack(
     if lora is None:
         setting = "model.model_path" if weights is None else "the checkpoint to resume from"
         model = load_model(str(weights or path), device=device, dtype=dtype, setting=setting)
+        check_sight(config, model)
     else:
         require_peft()
         model = load_model(path, device=device, dtype=dtype)
+        check_sight(config, model)
         adapter = add_adapter(
             model, lora, model_path=path, seed=config.tuner.seed, checkpoint=weights
         )
     tokenizer = load_tokenizer(path)
-    renderer = chat_renderer(config, tokenizer, end_ids_of(model.generation_config, tokenizer))
+    renderer = chat_renderer(
+        config, tokenizer, end_ids_of(model.generation_config, tokenizer), sight_of(model)
+    )
     turn_ends = stop_at_turns(model, tokenizer, renderer.end_ids)
     trained = for_trainer(config, 1, 1)
     auxiliary = AuxiliaryModels(kind)
@@ -289,7 +295,11 @@ def build_stack(
         ),
     )
     peft = None if adapter is None else adapter.model
-    choice = choose_engine(config, Machine.here(model.device), needs, adapter=peft)
+    machine = Machine.here(model.device)
+    if sight_of(model) is None:
+        choice = choose_engine(config, machine, needs, adapter=peft)
+    else:
+        choice = EngineChoice("transformers", "because no other engine gets pictures here")
     served = None
     if config.synchronizer.sync_offset and choice.engine_type == "transformers":
         served = ServedCopy(model)
@@ -385,12 +395,54 @@ def _critic(config: RunConfig, stack: Stack) -> PreTrainedModel:
     return load_model(path, device=device, dtype=dtype, setting=setting)
 
 
-def chat_renderer(config: RunConfig, tokenizer: Any, end_ids: Collection[int] = ()) -> ChatRenderer:
+def check_sight(config: RunConfig, model: PreTrainedModel) -> None:
+    """Train the vision tower of a model that sees if that is asked for.
+
+    Raises:
+        ConfigError: The model sees, and a setting does not support that; or it does not see, and
+            the vision tower is to be trained.
+    """
+    train = config.tuner.images.train_vision
+    if sight_of(model) is None:
+        if train:
+            raise ConfigError(
+                "tuner.images.train_vision is true, but the model reads text only: set it to false"
+            )
+        return
+    engine = config.explorer.rollout_model.engine_type
+    algorithm = config.algorithm
+    for setting, value, refused in (
+        ("explorer.rollout_model.engine_type", engine, engine not in ("auto", "transformers")),
+        ("algorithm.advantage_fn", algorithm.advantage_fn, algorithm.uses_critic),
+        (
+            "algorithm.advantage_fn",
+            algorithm.advantage_fn,
+            algorithm.advantage_fn == "on_policy_distill",
+        ),
+        ("algorithm.algorithm_type", algorithm.algorithm_type, algorithm.row.recorded is not None),
+    ):
+        if refused:
+            raise ConfigError(
+                f"{setting} is {value}, which does not support models that see: choose another, "
+                "or a model that reads text only"
+            )
+    if train:
+        train_sight(model)
+
+
+def chat_renderer(
+    config: RunConfig,
+    tokenizer: Any,
+    end_ids: Collection[int] = (),
+    sight: Sight | None = None,
+) -> ChatRenderer:
     """The chat renderer of the trained model.
 
     Args:
         end_ids: Tokens that end a completion by the model's configuration.
+        sight: How the model reads pictures, if it does.
     """
+    images = config.tuner.images
     rollout_model = config.explorer.rollout_model
     template = config.model.custom_chat_template
     if config.model.chat_template_path is not None:
@@ -408,6 +460,13 @@ def chat_renderer(config: RunConfig, tokenizer: Any, end_ids: Collection[int] = 
         tool_call_parser=rollout_model.tool_call_parser,
         reasoning_parser=rollout_model.reasoning_parser,
         end_ids=end_ids,
+        sight=sight,
+        image_limits=ImageLimits(
+            count=images.max_count,
+            content=images.max_bytes,
+            pixels=images.max_pixels,
+            folder=None if images.folder is None else Path(images.folder),
+        ),
     )
 
 
@@ -481,7 +540,8 @@ def context_length(wanted: int | None, settings: Any, setting: str) -> int:
         ConfigError: It exceeds the model's positions or the length that can be computed in batches
             (`length_limit`), with any engine; or the model does not specify its maximum.
     """
-    positions = int(getattr(settings, "max_position_embeddings", 0) or 0)
+    text = settings.get_text_config(decoder=True)
+    positions = int(getattr(text, "max_position_embeddings", 0) or 0)
     limit = length_limit(settings)
     if wanted is None:
         if not positions:

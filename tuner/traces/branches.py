@@ -97,7 +97,7 @@ def branches(calls: Sequence[Call]) -> tuple[Branch, ...]:
     Args:
         calls: One trace's calls in order of commitment.
     """
-    keys = sequence_keys(calls)
+    keys = sequence_keys([call.compared for call in calls])
     prompts = [keys[i][: 4 * len(call.prompt_ids)] for i, call in enumerate(calls)]
     texts = _Texts()
     talks = [_Talk(call, texts) for call in calls]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from tuner.engines.base import SamplingParams
+from tuner.engines.images import ALBUM, ImageSpan
 from tuner.traces.reading import AnyNumber, Count, TokenId
 
 Rerendered = Literal["text", "characters", "tokenizer", "end"]
@@ -86,6 +87,7 @@ class Call:
         replayed: Number of `completion_ids`, from the first on, that were not sampled for this
             call:
             its session's script copied them from a call of another rollout, which counts them.
+        images: Where `prompt_ids` holds placeholders of pictures, in order.
         billed: Token counts reported by a remote model, whose ids are unknown; None if the ids are
             known.
         invalid: Why the call can never be trained, or None.
@@ -122,6 +124,7 @@ class Call:
     kept: tuple[str, ...] = ()
     top_logprobs: tuple[tuple[tuple[TokenId, AnyNumber], ...], ...] = ()
     replayed: Count = 0
+    images: tuple[ImageSpan, ...] = ()
     billed: Usage | None = None
     invalid: str | None = field(default=None)
 
@@ -129,6 +132,14 @@ class Call:
     def usage(self) -> Usage:
         """Number of tokens of its prompt and of its completion."""
         return self.billed or Usage(len(self.prompt_ids), len(self.completion_ids))
+
+    @property
+    def compared(self) -> Call:
+        """The call as it is compared with others in this process: each picture's tokens have ids of
+        its own (`tuner.engines.images`)."""
+        if not self.images:
+            return self
+        return replace(self, prompt_ids=ALBUM.compared(self.prompt_ids, self.images), images=())
 
     @property
     def sampled_tokens(self) -> int:

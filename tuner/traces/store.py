@@ -18,6 +18,7 @@ from typing import Any, Literal, NotRequired, TypeVar, Union, get_args, get_orig
 
 from typing_extensions import TypedDict
 
+from tuner.engines.images import ALBUM
 from tuner.errors import TunerError
 from tuner.traces.call import Call
 from tuner.traces.reading import (
@@ -109,7 +110,7 @@ def is_one_path(data: dict[str, Any]) -> bool:
     """
     if len(data["calls"]) < 2:
         return True
-    if "format" not in data:
+    if "format" not in data or any(call.get("images") for call in data["calls"]):
         return False
     length = 0
     for index, call in enumerate(data["calls"]):
@@ -403,6 +404,9 @@ STORED_CALLS = JsonReader[dict[str, Any]](
 )
 """Calls in a server's store: each with the messages and tools that are new in it."""
 
+IMAGES = "images"
+"""The folder, beside the files of steps, with the pictures of their prompts, each once."""
+
 SERVED = "serving.sqlite"
 """The file in a server's run directory with its sessions."""
 
@@ -411,7 +415,8 @@ class TraceStore:
     """Appends traces to `<folder>/<split>_step_<n>.jsonl` (`step_<n>.jsonl` for training).
 
     Each line is one packed trace, so that it grows with what is new in each call; files of earlier
-    versions are also read.
+    versions are also read. Pictures are in `<folder>/images/<sha256>.<png, jpg, ...>`, as they were
+    sent.
 
     A line is written and flushed when its rollout ends, so a killed process loses at most the line
     it was writing; `read` skips such a torn last line and `append` cuts it off.
@@ -438,6 +443,8 @@ class TraceStore:
         if of not in self._mended:
             cut_torn_line(self.path(*of))
             self._mended[of] = str(self.path(*of))
+        for sha256 in {image.sha256 for call in trace.calls for image in call.images}:
+            ALBUM.keep(sha256, self.folder / IMAGES)
         with open(self._mended[of], "ab") as file:
             file.write(trace_line(trace_to_json(trace)))
 
@@ -477,6 +484,8 @@ def read_traces(path: str | Path, *, remedy: str = "", skip: bool = False) -> It
     """
     found: dict[tuple[RolloutId, int], Trace] = {}
     for _, _, trace in TRACES.lines(Path(path), remedy, skip=skip):
+        for sha256 in {image.sha256 for call in trace.calls for image in call.images}:
+            ALBUM.find(sha256, Path(path).parent / IMAGES)
         found.pop((trace.id, trace.attempt), None)
         found[trace.id, trace.attempt] = trace
     yield from found.values()

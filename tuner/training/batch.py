@@ -405,7 +405,7 @@ def build_batch(
     for index, (trace, _, group) in enumerate(used):
         before = len(rows)
         told = selection.needs_reward and any(c.gained is not None for c in trace.calls)
-        for place, call in enumerate(trace.calls):
+        for place, call in enumerate(one.compared for one in trace.calls):
             use = uses[trace.id, call.id]
             tokens.update(use.lost)
             reward = call.reward if selection.needs_reward else None

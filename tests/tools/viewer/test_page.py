@@ -1,5 +1,6 @@
 """What the page is given: escaped, exact, without secrets, with the text of its tokens."""
 
+import base64
 import dataclasses
 import json
 import math
@@ -10,7 +11,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.kit.builders import call, trace
+from tests.kit.models import png
 from tests.tools.viewer.stored import read_data, small, store_run
+from tuner.engines.images import ALBUM, ImageLimits, ImageSpan
 from tuner.errors import TunerError
 from tuner.tools.viewer import RunReader, write_report
 from tuner.tools.viewer.page import BEGINS_CHARACTER, Vocabulary, page, selection, template, to_json
@@ -43,6 +46,30 @@ def test_what_a_model_wrote_cannot_become_html(tmp_path):
     assert "onerror=alert" not in html.replace("\\u003cimg src=x onerror=alert", "")
     (body,) = read_data(html)["bodies"].values()
     assert body["trace"]["response"] == HOSTILE
+
+
+def test_pictures_are_in_their_place_as_far_as_there_is_room(tmp_path):
+    shown = [png(seed=seed) for seed in (1, 2)]
+    names = [ALBUM.add(one, ImageLimits()) for one in shown]
+    parts = [{"type": "image_url", "image_url": {"url": f"sha256:{name}"}} for name in names]
+    seeing = dataclasses.replace(
+        call("c", [1, 5, 5], [2], [-1.0]),
+        messages=[{"role": "user", "content": [{"type": "text", "text": "?"}, *parts]}],
+        images=tuple(ImageSpan(place, 1, name) for place, name in enumerate(names, 1)),
+    )
+    run = store_run(tmp_path, [trace(0, 0, [seeing], reward=1.0)])
+    urls = [f"data:image/png;base64,{base64.b64encode(one).decode()}" for one in shown]
+
+    def found(room: int) -> list[str]:
+        body = RunReader(run).trace("step_000001.jsonl", 0, room)
+        (content,) = [m["content"] for m in body["trace"]["distinct"]["messages"][:1]]
+        return [part["image_url"]["url"] for part in content[1:]]
+
+    assert found(1 << 20) == urls
+    assert found(len(urls[0])) == [urls[0], parts[1]["image_url"]["url"]]
+    assert found(0) == [part["image_url"]["url"] for part in parts]
+    html = write_report(run).read_text(encoding="utf-8")
+    assert all(html.count(url.partition(",")[2]) == 1 for url in urls)
 
 
 def test_the_page_writes_text_only_and_asks_nobody_else():

@@ -37,6 +37,7 @@ from tuner.engines.transformers.passes import (
     row_pass_of,
     served_model,
 )
+from tuner.engines.transformers.sight import sight_of
 from tuner.engines.transformers.slots import FEW_TOKENS, SlotRunner
 from tuner.engines.transformers.threads import taking_turns
 from tuner.errors import ConfigError
@@ -141,6 +142,7 @@ class TransformersEngine(RequestEngine):
             shares_weights=True,
             every_setting=True,
             goes_on="always",
+            sees=sight_of(self._model) is not None,
         )
         self._guard = WeightsGuard(self._model)
         self._runner = self._make_runner(deterministic, max_slots, prefill_tokens, enforce_eager)
@@ -172,7 +174,7 @@ class TransformersEngine(RequestEngine):
                 max_slots=max_slots,
                 max_model_len=longest,
                 prefill_tokens=prefill_tokens,
-                enforce_eager=enforce_eager,
+                enforce_eager=enforce_eager or self._capabilities.sees,
                 sizes=sizes,
             )
         told = names_positions(model, probe_length(model.config))

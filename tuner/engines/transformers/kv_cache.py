@@ -95,6 +95,7 @@ class Placement:
         levels: The prefixes of the rows.
         tokens: Number of tokens that products are computed for in a deterministic engine, which the
             written ones are padded to; 0 in others.
+        shift: See `Sight.shifts`, shape [m, C]; None if no picture shifts a token.
     """
 
     rows: slice | Tensor
@@ -104,6 +105,7 @@ class Placement:
     own: Tensor | None = None
     levels: Sequence[Level] = ()
     tokens: int = 0
+    shift: Tensor | None = None
 
 
 class SlotLayer(CacheLayerMixin):

@@ -8,7 +8,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from tuner.engines.transformers.cascade import (
 )
 from tuner.engines.transformers.kv_cache import Placement, Prefix, SlotCache
 from tuner.engines.transformers.model_shape import layer_windows, probe_length
+from tuner.engines.transformers.sight import decoder_inputs, decoder_of, sight_of
 from tuner.engines.transformers.threads import FewThreads
 from tuner.errors import ConfigError
 
@@ -53,6 +54,7 @@ from tuner.errors import ConfigError
 
 
 Map = Callable[[Tensor], Tensor]
+Ints = NDArray[np.int64]
 
 _MODEL = {"model", "lm_head"}
 _DECODER = {"embed_tokens", "layers", "norm", "rotary_emb"}
@@ -544,21 +546,59 @@ def cache_argument(model: PreTrainedModel) -> str:
 
 
 def continued(
-    model: PreTrainedModel, ids: Tensor, cache: Any, first: int | None
+    model: PreTrainedModel,
+    ids: Tensor,
+    cache: Any,
+    first: int | None,
+    shift: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
     """Logits [1, V] after the last of `ids` [1, C], which continue the cached tokens; and the
     updated cache, None if the model keeps none.
 
     Args:
         first: Position of the first id; None if the model knows it from the cache.
+        shift: See `Sight.shifts`, [1, C].
     """
     name = cache_argument(model)
-    options = forward_options(model) | {name: cache}
+    places = None
     if first is not None:
-        places = torch.arange(first, first + ids.shape[1], device=ids.device)
-        options["position_ids"] = places[None]
-    output = model(input_ids=ids, use_cache=True, **options)
+        places = torch.arange(first, first + ids.shape[1], device=ids.device)[None]
+    given = decoder_inputs(model, ids, places, shift) | {name: cache, "use_cache": True}
+    if sight_of(model) is not None:
+        output = decoder_of(model)(**given)
+        return head_logits(model, output.last_hidden_state[:, -1]), getattr(output, name, None)
+    output = model(**given, **forward_options(model))
     return output.logits[:, -1], getattr(output, name, None)
+
+
+def head_logits(model: PreTrainedModel, states: Tensor) -> Tensor:
+    """Logits [..., V] of a decoder's last hidden states [..., D]."""
+    head: Any = model.get_output_embeddings()
+    logits: Tensor = head(states)
+    return logits
+
+
+def whole_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Logits [B, S, V] of a plain forward pass over ids [B, S]."""
+    sight = sight_of(model)
+    if sight is None:
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits
+        return logits
+    shift = torch.from_numpy(sight.shifts(ids.cpu().numpy())).to(ids.device)
+    given = decoder_inputs(model, ids, None, shift)
+    return head_logits(model, decoder_of(model)(**given, use_cache=False).last_hidden_state)
+
+
+def probe_ids(model: PreTrainedModel, length: int) -> Tensor:
+    """Ids [S] for comparing passes, of at least this length: a model that sees is shown a
+    picture."""
+    ids = torch.arange(length, device=model.device) * 7 + 3
+    ids %= model.config.get_text_config(decoder=True).vocab_size
+    sight = sight_of(model)
+    if sight is None:
+        return ids
+    picture = torch.tensor(sight.probe_ids(), device=model.device)
+    return torch.cat([ids[:2], picture, ids[2:]])
 
 
 @torch.no_grad()
@@ -569,16 +609,19 @@ def names_positions(model: PreTrainedModel, length: int) -> bool | str:
         Whether a pass that continues a cache needs explicit positions (Bamba otherwise starts at
         0); or a sentence about the difference if both ways differ.
     """
-    ids = torch.arange(length, device=model.device) * 7 + 3
-    ids = ids[None] % model.config.get_text_config(decoder=True).vocab_size
-    why = ""
+    ids = probe_ids(model, length)[None]
+    length, why = ids.shape[1], ""
+    shift = row_shift(model, ids)
     for told in (False, True):
         try:
-            wanted = model(input_ids=ids, use_cache=False).logits[0, length - 3 :]
+            wanted = whole_logits(model, ids)[0, length - 3 :]
             got, cache = [], None
             for end in range(length - 2, length + 1):
                 first = 0 if cache is None else end - 1
-                logits, cache = continued(model, ids[:, first:end], cache, first if told else None)
+                part = slice(first, end)
+                moved = None if shift is None else shift[:, part]
+                at = first if told else None
+                logits, cache = continued(model, ids[:, part], cache, at, moved)
                 got.append(logits)
             found = differ(torch.cat(got), wanted)
         except Exception as error:  # a model's own code may fail in any way
@@ -587,6 +630,15 @@ def names_positions(model: PreTrainedModel, length: int) -> bool | str:
             return told
         why = why or found
     return why
+
+
+def row_shift(model: PreTrainedModel, ids: Tensor) -> Tensor | None:
+    """See `Sight.shifts`, for ids [B, S]; None if nothing is shifted."""
+    sight = sight_of(model)
+    if sight is None:
+        return None
+    shift = sight.shifts(ids.cpu().numpy())
+    return torch.from_numpy(shift).to(ids.device) if shift.any() else None
 
 
 def differ(got: Tensor, wanted: Tensor) -> str | None:
@@ -653,7 +705,9 @@ class SoloRunner:
         new = tokens if self._cache is None else tokens[-1:]
         ids = torch.tensor([new], device=self._model.device)
         first = len(tokens) - len(new) if self._names_positions else None
-        logits, cache = continued(self._model, ids, self._cache, first)
+        shift = row_shift(self._model, torch.tensor([tokens], device=ids.device))
+        shift = None if shift is None else shift[:, -len(new) :]
+        logits, cache = continued(self._model, ids, self._cache, first, shift)
         if self._guard.changed():
             return []
         if len(new) > 1 or not request.completion_ids:
@@ -693,8 +747,17 @@ class RowPass:
         self._options = forward_options(model)
         self._cache_argument = cache_argument(model)
         self.plain = PlainDecoder(model, windows) if plain else None
+        self._sight = sight_of(model)
         self.shares = shares
         self.layers: int = model.config.get_text_config(decoder=True).num_hidden_layers
+
+    def shift(self, tokens: Ints, positions: Ints) -> Ints | None:
+        """By how much pictures shift the tokens at these positions [m, C] of rows [m, S]; None if
+        they shift none."""
+        if self._sight is None:
+            return None
+        shift = self._sight.shifts(tokens[:, : int(positions.max()) + 1])
+        return np.take_along_axis(shift, positions, axis=1) if shift.any() else None
 
     def logits(
         self, cache: SlotCache, ids: Tensor, positions: Tensor, placement: Placement
@@ -715,15 +778,16 @@ class RowPass:
             if self.plain is not None and not self.plain.hooked:
                 return self.plain(cache, attentions, ids, positions, placement)
             masks = {kind: attention.mask() for kind, attention in attentions.items()}
-        output = self._model(
-            input_ids=ids,
-            position_ids=positions,
+        given = decoder_inputs(self._model, ids, positions, placement.shift) | {
             # Models with one kind of layer take a tensor, those with several a dict.
-            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-            use_cache=True,
-            **{self._cache_argument: cache},
-            **self._options,
-        )
+            "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
+            "use_cache": True,
+            self._cache_argument: cache,
+        }
+        if self._sight is not None:
+            states = decoder_of(self._model)(**given).last_hidden_state
+            return head_logits(self._model, states[:, -1])
+        output = self._model(**given, **self._options)
         logits: Tensor = output.logits[:, -1]
         return logits
 
@@ -772,11 +836,11 @@ def rows_agree(model: PreTrainedModel, row_pass: RowPass) -> str | None:
     example) without saying so in the configuration.
     """
     device = model.device
-    length = probe_length(model.config)
-    ids = (torch.arange(length, device=device) * 7 + 3) % model.config.get_text_config().vocab_size
+    ids = probe_ids(model, probe_length(model.config))
+    length, rows_ids = len(ids), ids.cpu().numpy()
     try:
         # A row of one token, and a long row that continues next to it.
-        alone = [model(input_ids=row[None], use_cache=False).logits[0] for row in (ids[:1], ids)]
+        alone = [whole_logits(model, row[None])[0] for row in (ids[:1], ids)]
         wanted = torch.cat([alone[1][-2:-1], alone[0], alone[1][-1:]])
         cache = SlotCache(row_pass.layers, 2, length)
         prefix = None
@@ -793,6 +857,9 @@ def rows_agree(model: PreTrainedModel, row_pass: RowPass) -> str | None:
             if row_pass.shares:
                 levels = levels_of((None, prefix)[first:], device)
                 placement = Placement(slice(first, 2), stop, target, None, own, levels)
+            tokens = np.stack([rows_ids] * len(places))
+            if (shift := row_pass.shift(tokens, positions.cpu().numpy())) is not None:
+                placement = replace(placement, shift=torch.from_numpy(shift).to(device))
             got.append(row_pass.logits(cache, ids[positions], positions, placement))
             if row_pass.shares:
                 # The row's last two tokens remain.

@@ -654,6 +654,8 @@ class SlotRunner:
             if not prompts:
                 self._levels[first] = levels
             place = replace(place, own=self._tensor(own), levels=levels)
+        if (shift := self._row_pass.shift(rows.tokens[first:last], positions)) is not None:
+            place = replace(place, shift=self._tensor(shift))
         with self._threads.computing(tokens) if tokens else nullcontext():
             return self._pass(self._tensor(ids), self._tensor(positions), place)
 

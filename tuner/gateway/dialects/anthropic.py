@@ -7,7 +7,7 @@ order. The ids of tool calls are those of chat completions.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from tuner.gateway.requests import (
     Reader,
     array,
     boolean,
+    image_part,
     integer,
     number,
     object_field,
@@ -48,7 +49,7 @@ from tuner.gateway.sessions import Session
 Content = str | list[dict[str, Any]]
 
 
-def read_messages(at: Path, value: Any) -> list[Message]:
+def read_messages(at: Path, value: Any, *, sees: bool = False) -> list[Message]:
     """The request's messages in the form of chat completions.
 
     Raises:
@@ -63,7 +64,8 @@ def read_messages(at: Path, value: Any) -> list[Message]:
         if not isinstance(role, str) or role not in _ROLES:
             raise wrong((*here, "role"), f"is {shown(role)}: use {' or '.join(_ROLES)}")
         only_keys(message, ("role", "content"), here, f"a message with role {role!r}")
-        messages += _ROLES[role](message.get("content"), (*here, "content"))
+        more = {"sees": sees} if role == "user" else {}
+        messages += _ROLES[role](message.get("content"), (*here, "content"), **more)
     return messages
 
 
@@ -76,22 +78,23 @@ def _system(content: Any, at: Path) -> list[Message]:
     return [{"role": "system", "content": system_content(at, content)}]
 
 
-def _user(content: Any, at: Path) -> list[Message]:
-    """Adjacent texts become a user message, each tool result a tool message."""
+def _user(content: Any, at: Path, *, sees: bool) -> list[Message]:
+    """Adjacent texts and pictures become a user message, each tool result a tool message."""
     messages: list[Message] = []
-    texts: list[str] = []
+    texts: list[str | dict[str, Any]] = []
+    seen = ("text", "image") if sees else ("text",)
 
     def say() -> None:
         if texts:
             messages.append({"role": "user", "content": content_of(texts)})
             texts.clear()
 
-    for block, here in _blocks(content, at, ("text", "tool_result")):
-        if block["type"] == "text":
-            texts.append(_text(block, here))
+    for block, here in _blocks(content, at, (*seen, "tool_result")):
+        if block["type"] in seen:
+            texts.append(_shown(block, here))
         else:
             say()
-            messages.append(_tool_result(block, here))
+            messages.append(_tool_result(block, here, seen))
     say()
     return messages or [{"role": "user", "content": ""}]
 
@@ -126,7 +129,7 @@ def _assistant(content: Any, at: Path) -> list[Message]:
     return [message]
 
 
-_ROLES: dict[str, Callable[[Any, Path], list[Message]]] = {
+_ROLES: dict[str, Callable[..., list[Message]]] = {
     "user": _user,
     "assistant": _assistant,
     "system": _system,
@@ -154,6 +157,24 @@ def _text(block: dict[str, Any], at: Path) -> str:
     return string((*at, "text"), block.get("text"))
 
 
+def _shown(block: dict[str, Any], at: Path) -> str | dict[str, Any]:
+    """A text, or a picture as a part of a chat message."""
+    if block["type"] == "text":
+        return _text(block, at)
+    only_keys(block, ("type", "source", "cache_control"), at, "an image block")
+    at = (*at, "source")
+    source = object_field(at, block.get("source"))
+    if source.get("type") == "url":
+        only_keys(source, ("type", "url"), at, "a source")
+        return image_part((*at, "url"), source.get("url"))
+    if source.get("type") != "base64":
+        raise wrong((*at, "type"), f"is {shown(source.get('type'))}: use base64 or url")
+    only_keys(source, ("type", "media_type", "data"), at, "a source")
+    media_type = string((*at, "media_type"), source.get("media_type"))
+    data = string((*at, "data"), source.get("data"))
+    return image_part(at, f"data:{media_type};base64,{data}")
+
+
 def _tool_call(block: dict[str, Any], at: Path) -> dict[str, Any]:
     """A tool_use block; its input becomes JSON text, which may differ from the model's own."""
     if block.get("caller") == {"type": "direct"}:
@@ -168,16 +189,18 @@ def _tool_call(block: dict[str, Any], at: Path) -> dict[str, Any]:
     return {"id": string((*at, "id"), block.get("id")), "type": "function", "function": function}
 
 
-def _tool_result(block: dict[str, Any], at: Path) -> Message:
+def _tool_result(block: dict[str, Any], at: Path, seen: tuple[str, ...]) -> Message:
     """A tool message. Chat templates have no `is_error`: the text says it instead."""
     known = ("type", "tool_use_id", "content", "is_error", "cache_control")
     only_keys(block, known, at, "a tool_result block")
     failed = boolean((*at, "is_error"), block.get("is_error") or False)
     content = block.get("content")
-    blocks = _blocks([] if content is None else content, (*at, "content"), ("text",))
-    texts = [_text(*item) for item in blocks]
-    if failed:
-        texts = [f"Error: {texts[0]}", *texts[1:]] if texts else ["Error"]
+    blocks = _blocks([] if content is None else content, (*at, "content"), seen)
+    texts = [_shown(*item) for item in blocks]
+    if failed and texts and isinstance(texts[0], str):
+        texts = [f"Error: {texts[0]}", *texts[1:]]
+    elif failed:
+        texts = ["Error", *texts]
     return {
         "role": "tool",
         "tool_call_id": string((*at, "tool_use_id"), block.get("tool_use_id")),
@@ -207,7 +230,7 @@ def read_messages_request(body: bytes, service: Service) -> CompletionRequest:
     """
     values = read_fields(
         body,
-        MESSAGES_FIELDS,
+        _table(MESSAGES_FIELDS, service),
         required=("model", "max_tokens", "messages"),
         what="a Messages request",
     )
@@ -227,9 +250,18 @@ def read_count_request(body: bytes, service: Service) -> CompletionRequest:
         RequestError: 400 that names the field, its value and what to do.
     """
     values = read_fields(
-        body, COUNT_FIELDS, required=("model", "messages"), what="a request to count tokens"
+        body,
+        _table(COUNT_FIELDS, service),
+        required=("model", "messages"),
+        what="a request to count tokens",
     )
     return _request(values, service)
+
+
+def _table(fields: Mapping[str, Reader], service: Service) -> dict[str, Reader]:
+    """The fields' readers; that of messages reads pictures if the model does."""
+    sees = service.renderer.sight is not None
+    return {**fields, "messages": partial(read_messages, sees=sees)}
 
 
 def _request(values: dict[str, Any], service: Service) -> CompletionRequest:

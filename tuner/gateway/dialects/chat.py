@@ -58,8 +58,10 @@ def read_chat_request(body: bytes, service: Service) -> CompletionRequest:
     Raises:
         RequestError: 400 that names the field, its value and what to do.
     """
+    sees = service.renderer.sight is not None
+    table = {**CHAT_FIELDS, "messages": lambda at, value: check_messages(value, at, sees=sees)}
     values = read_fields(
-        body, CHAT_FIELDS, required=("model", "messages"), what="a chat completion request"
+        body, table, required=("model", "messages"), what="a chat completion request"
     )
     limits = [values.pop(key, None) for key in ("max_tokens", "max_completion_tokens")]
     if None not in limits and limits[0] != limits[1]:

@@ -32,7 +32,9 @@ from tuner.gateway.requests import (
     arguments,
     array,
     boolean,
+    check_detail,
     check_top_logprobs,
+    image_part,
     integer,
     name,
     object_field,
@@ -66,17 +68,20 @@ _ITEM_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{24})(?:_\d+)?")  # OpenAI's own 
 _ROLES = ("user", "assistant", "system", "developer")
 
 
-def read_items(items: list[Any], kept: Mapping[str, KeptResponse]) -> list[Message]:
+def read_items(
+    items: list[Any], kept: Mapping[str, KeptResponse], *, sees: bool = False
+) -> list[Message]:
     """The chat messages of `input`.
 
     Args:
         items: As sent.
+        sees: Whether the model reads pictures.
         kept: The session's responses by id, which items may refer to.
 
     Raises:
         RequestError: 400 that names the item and the field; 404: an unknown reference.
     """
-    reader = _ItemReader(kept)
+    reader = _ItemReader(kept, ("input_image",) if sees else ())
     for index, item in enumerate(items):
         reader.add(item, ("input", index))
     return reader.messages
@@ -85,7 +90,8 @@ def read_items(items: list[Any], kept: Mapping[str, KeptResponse]) -> list[Messa
 class _ItemReader:
     """Joins items to messages."""
 
-    def __init__(self, kept: Mapping[str, KeptResponse]) -> None:
+    def __init__(self, kept: Mapping[str, KeptResponse], images: tuple[str, ...]) -> None:
+        self._images = images
         self.messages: list[Message] = []
         self._kept = kept
         self._last: Message | None = None  # the assistant message that the next item may belong to
@@ -123,7 +129,7 @@ class _ItemReader:
             self._turn(item, "content")["content"] = content
         else:
             self._last = None
-            content = _text_parts(item.get("content"), at)
+            content = _text_parts(item.get("content"), at, self._images if role == "user" else ())
             self.messages.append({"role": role, "content": content})
 
     def _reasoning(self, item: Item, at: Path) -> None:
@@ -148,7 +154,7 @@ class _ItemReader:
 
     def _output(self, item: Item, at: Path) -> None:
         call_id = string((*at, "call_id"), item.get("call_id"))
-        output = _text_parts(item.get("output"), (*at, "output"))
+        output = _text_parts(item.get("output"), (*at, "output"), self._images)
         self._last = None
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
 
@@ -207,16 +213,21 @@ _IGNORED = ("phase", "parsed", "parsed_arguments", "provider_specific_fields")
 
 
 def _text_parts(content: Any, at: Path, types: tuple[str, ...] = ()) -> str | list[dict[str, Any]]:
-    """Text in the form of a chat message: one string, or several text parts."""
+    """Text and pictures in the form of a chat message: one string, or several parts."""
     if isinstance(content, str):
         return content
-    return content_of(_texts(content, at, ("input_text", "output_text", *types)))
+    return content_of(_shown_parts(content, at, ("input_text", "output_text", *types)))
 
 
 def _texts(parts: Any, at: Path, types: tuple[str, ...]) -> list[str]:
+    return [part for part in _shown_parts(parts, at, types) if isinstance(part, str)]
+
+
+def _shown_parts(parts: Any, at: Path, types: tuple[str, ...]) -> list[str | dict[str, Any]]:
+    """Texts, and pictures as parts of a chat message."""
     if not isinstance(parts, list):
         raise wrong(at, f"must be a string or an array of parts, not {kind(parts)}")
-    texts = []
+    texts: list[str | dict[str, Any]] = []
     for index, part in enumerate(parts):
         here = (*at, index)
         type_ = object_field(here, part).get("type")
@@ -225,6 +236,11 @@ def _texts(parts: Any, at: Path, types: tuple[str, ...]) -> list[str]:
                 (*here, "type"),
                 f"is {shown(type_)}: this model reads text only; use {' or '.join(types)}",
             )
+        if type_ == "input_image":
+            only_keys(part, ("type", "image_url", "detail"), here, "a picture")
+            check_detail((*here, "detail"), part.get("detail"))
+            texts.append(image_part((*here, "image_url"), part.get("image_url")))
+            continue
         key = "refusal" if type_ == "refusal" else "text"
         known = ("type", key, "annotations", "logprobs")
         only_keys(part, known, here, "a text part", ignored=_IGNORED)
@@ -290,7 +306,7 @@ def read_responses_request(
     if isinstance(asked, str):
         history.append({"role": "user", "content": asked})
     else:
-        history += read_items(asked, kept)
+        history += read_items(asked, kept, sees=service.renderer.sight is not None)
     instructions = values.get("instructions")
     messages = history
     if instructions is not None:

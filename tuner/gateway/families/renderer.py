@@ -13,6 +13,14 @@ from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from tuner.encoding import displayable
+from tuner.engines.images import (
+    ALBUM,
+    IMAGE_IDS,
+    REFERENCE,
+    ImageError,
+    ImageLimits,
+    ImageSpan,
+)
 from tuner.errors import ConfigError
 from tuner.gateway.families.forms import Tools
 from tuner.gateway.families.grammars import Constraints, grammar_of
@@ -30,6 +38,7 @@ from tuner.gateway.families.template import (
     ApplyTemplate,
     Message,
     TemplateForm,
+    images_of,
     last_turns,
     remembered,
     render,
@@ -45,6 +54,8 @@ from tuner.traces import Call
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from tuner.engines.transformers.sight import Sight
 
 
 # Positions where a text can be cut so that its parts get the same ids as the whole.
@@ -294,6 +305,8 @@ class ChatRenderer:
         reasoning_parser: A name of `REASONING_PARSERS`; "none" or None leaves reasoning in the
             text.
         end_ids: Tokens that end a completion by the model's configuration.
+        sight: How the model reads pictures; None if it reads text only.
+        image_limits: Which pictures are accepted; None: the defaults.
 
     Attributes:
         tokenizer, special_tokens: Encoding, and its borders.
@@ -319,8 +332,12 @@ class ChatRenderer:
         tool_call_parser: str | None = "hermes",
         reasoning_parser: str | None = "deepseek_r1",
         end_ids: Collection[int] = (),
+        sight: Sight | None = None,
+        image_limits: ImageLimits | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.sight = sight
+        self._image_limits = image_limits or ImageLimits()
         self._tool_call_parser = "none" if tool_call_parser is None else tool_call_parser
         self._reasoning_parser = "none" if reasoning_parser is None else reasoning_parser
         self._tool_calls = _named(TOOL_CALL_PARSERS, "tool_call_parser", self._tool_call_parser)
@@ -412,7 +429,7 @@ class ChatRenderer:
         extra = chat_template_kwargs or {}
         self._check_template_kwargs(extra)
         try:
-            return render(
+            text = render(
                 self._text,
                 messages,
                 tools,
@@ -428,6 +445,67 @@ class ChatRenderer:
                 f"the model's chat template cannot render these messages: {error}",
                 path=("messages",),
             ) from error
+        return self._with_pictures(text, [url for _, url in images_of(messages)])
+
+    def _with_pictures(self, text: str, urls: Sequence[str]) -> str:
+        """A prompt's text with each picture's own mark in place of the placeholder.
+
+        Raises:
+            RequestError: 400: the text has placeholders of its own, or the template left some out.
+        """
+        if self.sight is None or not urls:
+            return text
+        parts = text.split(self.sight.image_token)
+        if len(parts) != len(urls) + 1:
+            raise RequestError(
+                f"the chat template wrote {len(parts) - 1} times {self.sight.image_token!r} for "
+                f"{len(urls)} pictures: remove it from the messages' texts, or set "
+                "model.chat_template_path to a template that shows every picture",
+                path=("messages",),
+            )
+        marks = [_mark(self.sight.ids(url.removeprefix(REFERENCE))[0]) for url in urls]
+        return "".join(part + mark for part, mark in zip(parts, [*marks, ""], strict=True))
+
+    def received(self, messages: list[Message]) -> list[Message]:
+        """Checked messages with references in place of pictures, which are read and remembered.
+
+        Raises:
+            RequestError: 400: a picture cannot be used, or there are too many.
+        """
+        found = list(images_of(messages))
+        if self.sight is None or not found:
+            return messages
+        if len(found) > self._image_limits.count:
+            raise RequestError(
+                f"{len(found)} pictures are in the messages: send at most "
+                f"{self._image_limits.count} (tuner.images.max_count)",
+                path=("messages",),
+            )
+        references = []
+        for place, url in found:
+            try:
+                sha256 = ALBUM.received(url, self._image_limits)
+                self.sight.ids(sha256)
+            except ImageError as error:
+                raise RequestError(f" {error}", path=place, begins=True) from error
+            references.append({"type": "image_url", "image_url": {"url": REFERENCE + sha256}})
+        left = iter(references)
+        return [
+            {
+                **message,
+                "content": [
+                    next(left) if part["type"] == "image_url" else part
+                    for part in message["content"]
+                ],
+            }
+            if isinstance(message.get("content"), list)
+            else message
+            for message in messages
+        ]
+
+    def recorded(self, ids: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[ImageSpan, ...]]:
+        """A prompt as the model's own processor writes it, and where its pictures are."""
+        return (ids, ()) if self.sight is None else ALBUM.recorded(ids, self.sight.image_token_id)
 
     def _apply(
         self, shaped: list[Message], tools: Tools, *, add_generation_prompt: bool, **extra: Any
@@ -614,11 +692,21 @@ class ChatRenderer:
                 )
 
     def _encode_text(self, text: str, special: bool = False) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(displayable(text), add_special_tokens=special))
+        if self.sight is None or not (marks := list(_MARK.finditer(text))):
+            return tuple(self.tokenizer.encode(displayable(text), add_special_tokens=special))
+        pictures = [ALBUM.picture_at(_marked(mark[1])) for mark in marks]
+        written = (self.sight.read(picture.sha256).text for picture in pictures)
+        text = displayable(_MARK.sub(lambda _: next(written), text))
+        ids = list(self.tokenizer.encode(text, add_special_tokens=special))
+        own = (id_ for p in pictures for id_ in range(p.first, p.first + p.tokens))
+        places = [place for place, id_ in enumerate(ids) if id_ == self.sight.image_token_id]
+        for place, id_ in zip(places, own, strict=True):
+            ids[place] = id_
+        return tuple(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens included; parts of a character show as U+FFFD."""
-        return decode(self.tokenizer, list(ids))
+        return decode(self.tokenizer, [id_ for id_ in ids if id_ < IMAGE_IDS])
 
     def opened_reasoning(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the prompt's end has opened the reasoning."""
@@ -626,6 +714,23 @@ class ChatRenderer:
         if opener is None or not prompt_ids:
             return False
         return self.decode(prompt_ids[-_TAIL:]).rstrip().endswith(opener)
+
+
+# A picture in a prompt's text: halves of UTF-16 pairs, which a text from outside never has here
+# (`displayable`), so nobody can write another's mark.
+_MARK = re.compile("\udfff([\udc00-\udffe]{4})")
+_BASE = 0x3FF
+
+
+def _mark(id_: int) -> str:
+    """The mark of the picture whose first token has this id."""
+    digits = [id_ // _BASE**power % _BASE for power in range(4)]
+    return "\udfff" + "".join(chr(0xDC00 + digit) for digit in digits)
+
+
+def _marked(digits: str) -> int:
+    """Inverse of `_mark`."""
+    return sum((ord(digit) - 0xDC00) * _BASE**power for power, digit in enumerate(digits))
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
@@ -724,6 +829,7 @@ class SystemPrompt:
                 change
             (`prompt_has_no_place`), or the call would exceed the context (`prompt_too_long`).
         """
+        call = call.compared
         for tools in (call.tools, []):  # with tool_choice none they were not shown
             heads = self._heads(call.messages, tools)
             if heads is not None and call.prompt_ids[: len(heads[0])] == heads[0]:

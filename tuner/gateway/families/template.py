@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -26,14 +26,16 @@ Message = dict[str, Any]
 
 def text_of(content: str | list[dict[str, Any]]) -> str:
     """A message's text; parts are joined with a newline, as vLLM joins them for such templates."""
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content if part["type"] != "image_url")
 
 
-def content_of(texts: list[str]) -> str | list[dict[str, Any]]:
-    """The content of a message: one text as a string, several as text parts."""
-    if len(texts) == 1:
-        return texts[0]
-    return [{"type": "text", "text": text} for text in texts]
+def content_of(parts: Sequence[str | dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """The content of a message: one text as a string, several texts and pictures as parts."""
+    if len(parts) == 1 and isinstance(parts[0], str):
+        return parts[0]
+    return [{"type": "text", "text": one} if isinstance(one, str) else one for one in parts]
 
 
 def said(message: Message) -> tuple[str | None, str]:
@@ -88,7 +90,7 @@ def for_template(
     for message in messages:
         copy = {key: value for key, value in message.items() if value is not None and value != []}
         if "content" in copy:
-            copy["content"] = text_of(copy["content"])
+            copy["content"] = _parts(copy["content"])
         elif message.get("content") == [] or form.content_always or "tool_calls" not in copy:
             copy["content"] = ""
         if reasoning := said(copy)[0]:
@@ -99,6 +101,23 @@ def for_template(
             copy["tool_calls"] = [_call_for_template(call) for call in copy["tool_calls"]]
         shaped.append(copy)
     return shaped
+
+
+def _parts(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Text as a string; with pictures among it, the parts that templates read."""
+    if isinstance(content, str) or all(part["type"] != "image_url" for part in content):
+        return text_of(content)
+    return [{"type": "image"} if part["type"] == "image_url" else part for part in content]
+
+
+def images_of(messages: Iterable[Message]) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Place and URL of each picture in checked messages, in order."""
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        for index, part in enumerate(content if isinstance(content, list) else ()):
+            if part["type"] == "image_url":
+                place = ("messages", number, "content", index, "image_url", "url")
+                yield place, part["image_url"]["url"]
 
 
 def _call_for_template(call: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import secrets
@@ -19,6 +20,7 @@ from typing import Any
 
 from tuner.config.source import lookup
 from tuner.engines import SamplingParams
+from tuner.engines.images import REFERENCE
 from tuner.errors import TunerError
 from tuner.runs.directory import OBJECTS, RunDirectory, write_atomically
 from tuner.runs.estimates import check_is_run
@@ -34,7 +36,7 @@ from tuner.tools.viewer.index import (
 from tuner.tools.viewer.queries import TraceQuery, changes, summary, tasks_over_time, tree
 from tuner.tools.viewer.served import ServedSessions
 from tuner.traces import Call, RolloutId
-from tuner.traces.store import SERVED, unpack
+from tuner.traces.store import IMAGES, SERVED, unpack
 
 FILE = "tokenizer.json"
 # Replacement character that decoding returns for incomplete bytes of a character.
@@ -128,6 +130,10 @@ def _file_of(folder: str | Path) -> Path | None:
 EXACT_INTEGER = 2**53 - 1
 
 
+IMAGE_BYTES = 32 << 20
+"""Maximum bytes of the pictures of one trace."""
+
+
 class RunReader:
     """Reads a run directory repeatedly; can keep the index of its traces there."""
 
@@ -165,8 +171,11 @@ class RunReader:
             },
         }
 
-    def trace(self, file: str, offset: int) -> dict[str, Any]:
-        """One trace as stored, with the text of its tokens.
+    def trace(self, file: str, offset: int, image_bytes: int = IMAGE_BYTES) -> dict[str, Any]:
+        """One trace as stored, with the text of its tokens and its pictures.
+
+        Args:
+            image_bytes: Maximum bytes of its pictures, as text; the others are only named.
 
         Returns:
             `trace`, packed as stored, without settings and fields of calls that have their
@@ -187,6 +196,12 @@ class RunReader:
         found = branch_rows(stored, f"{file}:{offset}")
         calls = unpack(stored)["calls"]
         stored["calls"] = [_without_defaults(call) for call in stored["calls"]]
+        if any(call.get("images") for call in stored["calls"]):
+            distinct, folder = stored["distinct"], self.directory.traces / IMAGES
+            stored["distinct"] = {
+                **distinct,
+                "messages": with_pictures(distinct["messages"], folder, image_bytes),
+            }
         ids: set[int] = set()
         for call in calls:
             ids.update(call["prompt_ids"], call["completion_ids"])
@@ -244,6 +259,50 @@ class RunReader:
         traces = self.directory.traces.glob("*step_*.jsonl")
         files = [self.directory.metrics, *self.sessions.files, *traces]
         return max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)
+
+
+def with_pictures(messages: list[Any], folder: Path, room: int) -> list[Any]:
+    """Stored messages with data URLs in place of references to the pictures in a folder, as far as
+    there is room for them."""
+    found = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = []
+            for part in content:
+                shown = _data_url(part["image_url"]["url"], folder) if _is_picture(part) else ""
+                if shown and len(shown) <= room:
+                    room -= len(shown)
+                    part = {"type": "image_url", "image_url": {"url": shown}}
+                parts.append(part)
+            message = {**message, "content": parts}
+        found.append(message)
+    return found
+
+
+def pictures_of(messages: list[Any]) -> Iterator[str]:
+    """The data URLs in messages."""
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if _is_picture(part) and part["image_url"]["url"].startswith("data:"):
+                yield part["image_url"]["url"]
+
+
+def _is_picture(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "image_url"
+
+
+def _data_url(reference: str, folder: Path) -> str:
+    """The picture that a reference names; "" if its file is missing."""
+    sha256 = reference.removeprefix(REFERENCE)
+    if not (reference.startswith(REFERENCE) and sha256.isalnum()):
+        return ""
+    file = next(iter(sorted(folder.glob(f"{sha256}.*"))), None)
+    if file is None:
+        return ""
+    kind = "jpeg" if file.suffix == ".jpg" else file.suffix[1:]
+    return f"data:image/{kind};base64,{base64.b64encode(file.read_bytes()).decode()}"
 
 
 def to_json(value: Any) -> str:
@@ -387,7 +446,8 @@ def report_data(
         if not embedded:
             continue
         size += row.size
-        body = reader.trace(row.file, row.offset)
+        body = reader.trace(row.file, row.offset, max(0, trace_bytes - size))
+        size += sum(map(len, pictures_of(body["trace"].get("distinct", {}).get("messages", []))))
         for call in body["trace"]["calls"]:
             call["logprobs"] = [round(value, LOGPROB_DIGITS) for value in call["logprobs"]]
         # One shared vocabulary, and one tree for all its ends.

@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 
 from tuner.engines.grammar import Grammars, to_device
 from tuner.engines.transformers.passes import causal_model
+from tuner.engines.transformers.sight import decoder_inputs, sight_of
 from tuner.traces.tree import IntArray
 from tuner.training.batch import Row
 from tuner.training.forward.head import (
@@ -75,11 +76,14 @@ def packed_states(model: nn.Module, rows: Sequence[Row]) -> Tensor:
     ends = list(accumulate(map(len, rows)))
     bounds = to_device(torch.tensor([0, *ends], dtype=torch.int32), device)
     longest = max(map(len, rows))
-    output: Any = body(causal_model(model))(
-        input_ids=to_device(
-            torch.tensor([[i for row in rows for i in row.prompt_ids + row.completion_ids]]), device
-        ),
-        position_ids=to_device(torch.cat([torch.arange(len(row)) for row in rows])[None], device),
+    causal = causal_model(model)
+    ids = np.array([[i for row in rows for i in row.prompt_ids + row.completion_ids]])
+    positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
+    pieces = np.split(ids, ends[:-1], axis=1)
+    shift = [found for piece in pieces if (found := row_shifts(causal, piece)) is not None]
+    moved = np.concatenate(shift, axis=1) if shift else None
+    output: Any = body(causal)(
+        **_inputs(causal, ids, moved, device, positions),
         use_cache=False,
         # Flash attention would derive these from the positions in every layer; kernels of linear
         # attention start a new state where they say.
@@ -166,7 +170,7 @@ def completion_logprobs(
         GrammarError: A row's completion does not follow its grammar.
     """
     device = next(model.parameters()).device
-    if in_parts:
+    if in_parts or sight_of(causal_model(model)) is not None:
         head = OutputHead(causal_model(model))
         sampled = TokenTargets.of(rows, head.vocabulary, grammars)
         states_TD = completion_states(model, rows)
@@ -195,11 +199,31 @@ def completion_states(model: nn.Module, rows: Sequence[Row]) -> Tensor:
     """
     device = next(model.parameters()).device
     ids_BS, row_T, predicts_T = _padded(rows)
-    output: Any = body(causal_model(model))(input_ids=to_device(ids_BS, device), use_cache=False)
+    causal = causal_model(model)
+    given = _inputs(causal, ids_BS, row_shifts(causal, ids_BS), device)
+    output: Any = body(causal)(**given, use_cache=False)
     states_TD: Tensor = output.last_hidden_state[
         to_device(row_T, device), to_device(predicts_T, device)
     ]
     return states_TD
+
+
+def row_shifts(model: PreTrainedModel, ids_BS: IntArray) -> IntArray | None:
+    """See `Sight.shifts`; None for a model that reads text only."""
+    sight = sight_of(model)
+    return None if sight is None else sight.shifts(ids_BS)
+
+
+def _inputs(
+    model: PreTrainedModel,
+    ids_BS: IntArray,
+    shift_BS: IntArray | None,
+    device: torch.device,
+    positions_BS: Tensor | None = None,
+) -> dict[str, Any]:
+    places = None if positions_BS is None else to_device(positions_BS, device)
+    shift = None if shift_BS is None else to_device(shift_BS, device)
+    return decoder_inputs(model, to_device(ids_BS, device), places, shift)
 
 
 def _padded(rows: Sequence[Row]) -> tuple[IntArray, IntArray, IntArray]:

@@ -44,6 +44,7 @@ from tuner.engines.grammar import Grammars, to_device
 from tuner.engines.transformers.cascade import flash
 from tuner.engines.transformers.model_shape import head_width, layer_configs
 from tuner.engines.transformers.passes import causal_model
+from tuner.engines.transformers.sight import decoder_inputs, sight_of
 from tuner.errors import TrainingError
 from tuner.traces.tree import HasIds, IntArray, TokenTree, sequence_keys
 from tuner.training.batch import Row
@@ -808,9 +809,12 @@ def _hidden(
         masks = {kind: one.block_mask for kind, one in attention.items()}
     else:
         masks = {kind: one.mask() for kind, one in attention.items()}
+    sight, shift = sight_of(model), None
+    if sight is not None:
+        shift = to_device(sight.tree_shifts(tree.token, tree.end), device)[None]
+    ids, depth = (to_device(values, device)[None] for values in (tree.token, tree.depth))
     output: Any = body(model)(
-        input_ids=to_device(tree.token, device)[None],
-        position_ids=to_device(tree.depth, device)[None],
+        **decoder_inputs(model, ids, depth, shift),
         # Models with one kind of layer take a tensor, those with several a dict.
         attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
         use_cache=False,

@@ -129,6 +129,8 @@ function messageView(message, answer = false) {
   const parts = Array.isArray(message.content) ? message.content : [message.content];
   for (const part of parts) {
     if (part === null || part === undefined || part === "") continue;
+    const url = part.type === "image_url" ? String(part.image_url?.url ?? "") : "";
+    if (url.startsWith("data:image/")) { node.append(el("img", { class: "picture", src: url, alt: "picture" })); continue; }
     const text = typeof part === "string" ? part : part.type === "text" || part.type === "output_text" || part.type === "input_text" ? part.text : null;
     node.append(text !== null ? el("pre", { class: "text" }, String(text)) : el("pre", { class: "tool-call" }, json(part)));
   }

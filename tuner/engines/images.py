@@ -1,0 +1,351 @@
+"""Pictures in prompts: how they are read, and the ids that stand for their tokens.
+
+The tokens of a picture all have one id, the model's placeholder. Whatever compares prompts (prefix
+caches, token trees, conversations) must not take two pictures for one, so inside this process each
+token of each picture has an id of its own:
+
+    recorded    1 5 5 5 2    with the picture a94a8f... at 1, 3 tokens long
+    compared    1 x x+1 x+2 2      x from `IMAGE_IDS` on, another for each picture
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import threading
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+from urllib.request import url2pathname
+
+from tuner.errors import MissingDependencyError, TunerError, pip_install
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+IMAGE_IDS = 1 << 24
+"""The first id of a picture's token; no vocabulary has as many."""
+_LAST = (1 << 32) - 1  # trees sort ids of 4 bytes
+REFERENCE = "sha256:"
+"""Begins the URL of a picture whose bytes are kept elsewhere."""
+
+_SUFFIXES = {"PNG": "png", "JPEG": "jpg", "WEBP": "webp", "GIF": "gif"}
+FORMATS = tuple(_SUFFIXES)
+
+
+class ImageError(TunerError, ValueError):
+    """A picture that cannot be used; the message continues a sentence that begins with it."""
+
+
+@dataclass(frozen=True)
+class ImageSpan:
+    """A stretch of a prompt that holds tokens of a picture.
+
+    Attributes:
+        start: Its first token in `prompt_ids`.
+        length: Number of tokens.
+        sha256: Of the picture's bytes, as they were sent.
+        offset: Number of the picture's tokens before these: some models put text between them.
+    """
+
+    start: int
+    length: int
+    sha256: str
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """Limits of a request's pictures.
+
+    Attributes:
+        count: Pictures of one request.
+        content: Bytes of one picture.
+        pixels: Pixels of one picture.
+        folder: Files in it may be named; None for none.
+    """
+
+    count: int = 32
+    content: int = 20 << 20
+    pixels: int = 1 << 25
+    folder: Path | None = None
+
+
+def content_of(url: str, limits: ImageLimits) -> bytes:
+    """The bytes of a picture that a URL names or holds.
+
+    Raises:
+        ImageError: It has none, or too many.
+    """
+    head, _, data = url.partition(",")
+    scheme = urlsplit(head).scheme.lower() if head[:16].isascii() else ""
+    if scheme == "data":
+        if not head.lower().endswith(";base64"):
+            raise ImageError("is a data URL without ;base64: encode the picture in base64")
+        if len(data) > 4 * (limits.content // 3 + 1):
+            raise _too_large(len(data) * 3 // 4, limits)
+        try:
+            content = base64.b64decode(data, validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise ImageError(f"is not valid base64: {error}") from error
+    elif scheme == "file":
+        content = _file(url, limits)
+    elif scheme in ("http", "https"):
+        raise ImageError("is on the web, and nothing is fetched from there: send a data URL")
+    else:
+        raise ImageError("is no data URL: send data:image/png;base64,...")
+    if len(content) > limits.content:
+        raise _too_large(len(content), limits)
+    return content
+
+
+def _unknown(sha256: str) -> ImageError:
+    return ImageError(f"picture {sha256} is unknown: its trace was not read from a file")
+
+
+def _too_large(size: int, limits: ImageLimits) -> ImageError:
+    return ImageError(
+        f"has {size} bytes: at most {limits.content} are accepted (tuner.images.max_bytes)"
+    )
+
+
+def _file(url: str, limits: ImageLimits) -> bytes:
+    """The content of a file in the folder that the user allows."""
+    parts = urlsplit(url)
+    path = Path(url2pathname(unquote(parts.path)))
+    if limits.folder is None:
+        raise ImageError(
+            "is a file: set tuner.images.folder to a folder whose pictures may be read"
+        )
+    try:
+        inside = path.resolve().is_relative_to(limits.folder.resolve())
+        if inside and parts.netloc in ("", "localhost"):
+            with path.open("rb") as file:
+                return file.read(limits.content + 1)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ImageError("is a file that cannot be read") from error
+    raise ImageError("is not in tuner.images.folder")
+
+
+def opened(content: bytes, limits: ImageLimits) -> tuple[Image, str]:
+    """A picture in RGB as a viewer shows it, and the suffix of its files.
+
+    Transparent pixels are white, and a camera's rotation is applied. Nothing is decoded before the
+    header has shown the format and the number of pixels.
+
+    Raises:
+        ImageError: It is of another format, damaged, animated or too large.
+    """
+    try:
+        from PIL import Image, ImageOps
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"pictures need the library Pillow ({error}): {pip_install('vision')}"
+        ) from error
+    try:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            width, height = image.size
+            if width * height > limits.pixels:
+                raise ImageError(
+                    f"has {width} x {height} pixels: at most {limits.pixels} are accepted "
+                    "(tuner.images.max_pixels)"
+                )
+            if getattr(image, "is_animated", False):
+                raise ImageError("is animated: send one frame")
+            suffix = _SUFFIXES[str(image.format)]
+            image.load()
+            return _rgb(ImageOps.exif_transpose(image)), suffix
+    except ImageError:
+        raise
+    except Exception as error:  # a decoder of damaged data may fail in any way
+        raise ImageError(
+            f"is no picture that can be read ({type(error).__name__}): send "
+            f"{', '.join(FORMATS)}, and check that it is complete"
+        ) from error
+
+
+def _rgb(image: Any) -> Any:
+    from PIL import Image
+
+    if image.mode.startswith("I"):  # 16 bits of grey
+        image = image.convert("I").point(lambda value: value / 256).convert("L")
+    if "transparency" in image.info or image.mode in ("LA", "PA", "RGBA", "La", "RGBa"):
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image)
+    return image.convert("RGB")
+
+
+@dataclass(frozen=True)
+class _Numbered:
+    """A picture with the first of the ids of its tokens."""
+
+    sha256: str
+    tokens: int
+    first: int
+
+
+@dataclass
+class _Content:
+    """The bytes of a picture, or the file that has them."""
+
+    suffix: str
+    content: bytes | None
+    file: Path | None = None
+
+
+class Album:
+    """The pictures of this process: their bytes, and the ids of their tokens.
+
+    Bytes are dropped once a file has them (`keep`).
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers: dict[tuple[str, int], _Numbered] = {}
+        self._first: list[int] = []
+        self._numbered: list[_Numbered] = []
+        self._next = IMAGE_IDS
+        self._content: dict[str, _Content] = {}
+
+    # Bytes
+
+    def add(self, content: bytes, limits: ImageLimits) -> str:
+        """The SHA-256 of a picture, which is read once.
+
+        Raises:
+            ImageError: It cannot be used.
+        """
+        sha256 = hashlib.sha256(content).hexdigest()
+        if sha256 not in self._content:
+            _, suffix = opened(content, limits)
+            self._content.setdefault(sha256, _Content(suffix, content))
+        return sha256
+
+    def received(self, url: str, limits: ImageLimits) -> str:
+        """The SHA-256 of a picture that a URL holds, or names: one sent before by `sha256:...`.
+
+        Raises:
+            ImageError: It cannot be used.
+        """
+        if url.startswith(REFERENCE):
+            sha256 = url.removeprefix(REFERENCE)
+            if sha256 not in self._content:
+                raise ImageError("names a picture that was not sent before: send a data URL")
+            return sha256
+        return self.add(content_of(url, limits), limits)
+
+    def open(self, sha256: str) -> Image:
+        """The picture in RGB.
+
+        Raises:
+            ImageError: Its file is missing or damaged.
+        """
+        content = self.content(sha256)
+        return opened(content, ImageLimits(content=len(content), pixels=1 << 40))[0]
+
+    def content(self, sha256: str) -> bytes:
+        """A picture's bytes, as they were sent."""
+        known = self._content.get(sha256)
+        if known is None:
+            raise _unknown(sha256)
+        if known.content is not None:
+            return known.content
+        assert known.file is not None
+        try:
+            content = known.file.read_bytes()
+        except OSError as error:
+            raise ImageError(f"{known.file} cannot be read: {error.strerror}") from error
+        if hashlib.sha256(content).hexdigest() != sha256:
+            raise ImageError(f"{known.file} is damaged: its content has another SHA-256")
+        return content
+
+    def keep(self, sha256: str, folder: Path) -> None:
+        """Write a picture into a folder, once; from then on its bytes are read from there."""
+        known = self._content.get(sha256)
+        if known is None:
+            raise _unknown(sha256)
+        if known.file is not None and known.file.parent == folder and known.file.exists():
+            return
+        file, content = folder / f"{sha256}.{known.suffix}", self.content(sha256)
+        folder.mkdir(parents=True, exist_ok=True)
+        part = file.with_name(f".{file.name}.part")
+        part.write_bytes(content)
+        part.replace(file)
+        known.file, known.content = file, None
+
+    def find(self, sha256: str, folder: Path) -> None:
+        """Take a picture of a recorded prompt from a folder; missing files are named when they are
+        needed."""
+        if sha256 not in self._content:
+            names = [folder / f"{sha256}.{suffix}" for suffix in _SUFFIXES.values()]
+            file = next(filter(Path.exists, names), names[0])
+            self._content[sha256] = _Content(file.suffix[1:], None, file)
+
+    # Ids
+
+    def numbered(self, sha256: str, tokens: int) -> range:
+        """The ids of a picture's tokens."""
+        known = self._numbers.get((sha256, tokens))
+        if known is None:
+            with self._lock:
+                known = self._numbers.get((sha256, tokens))
+                if known is None:
+                    if self._next + tokens > _LAST:
+                        raise ImageError("is one too many: start a new process")
+                    known = _Numbered(sha256, tokens, self._next)
+                    self._first.append(known.first)
+                    self._numbered.append(known)
+                    self._next += tokens + 1  # the ids of two pictures never follow each other
+                    self._numbers[sha256, tokens] = known
+        return range(known.first, known.first + tokens)
+
+    def compared(self, prompt_ids: Sequence[int], images: Iterable[ImageSpan]) -> tuple[int, ...]:
+        """A recorded prompt with the pictures' own ids."""
+        ids = list(prompt_ids)
+        spans = list(images)
+        tokens: dict[str, int] = {}
+        for span in spans:
+            tokens[span.sha256] = max(tokens.get(span.sha256, 0), span.offset + span.length)
+        for span in spans:
+            own = self.numbered(span.sha256, tokens[span.sha256])
+            ids[span.start : span.start + span.length] = own[span.offset :][: span.length]
+        return tuple(ids)
+
+    def recorded(
+        self, ids: Sequence[int], placeholder: int
+    ) -> tuple[tuple[int, ...], tuple[ImageSpan, ...]]:
+        """Inverse of `compared`: the prompt as the model's processor writes it."""
+        spans = tuple(self._spans(ids))
+        if not spans:
+            return tuple(ids), ()
+        return tuple(placeholder if id_ >= IMAGE_IDS else id_ for id_ in ids), spans
+
+    def _spans(self, ids: Sequence[int]) -> Iterator[ImageSpan]:
+        seen = [place for place, id_ in enumerate(ids) if id_ >= IMAGE_IDS]
+        for _, group in groupby(
+            enumerate(seen), lambda one: (one[1] - one[0], ids[one[1]] - one[1])
+        ):
+            places = [place for _, place in group]
+            picture = self.picture_at(ids[places[0]])
+            offset = ids[places[0]] - picture.first
+            yield ImageSpan(places[0], len(places), picture.sha256, offset)
+
+    def picture_at(self, id_: int) -> _Numbered:
+        """The picture that a token with this id belongs to."""
+        return self._numbered[bisect_right(self._first, id_) - 1]
+
+    @property
+    def end(self) -> int:
+        """The first id that no picture has."""
+        return self._next
+
+
+ALBUM = Album()
+"""Everything that reads a prompt in this process must give a picture the same ids."""
