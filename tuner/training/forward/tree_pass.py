@@ -480,7 +480,7 @@ def _attend(
         states if states.shape[-1] == width else F.pad(states, (0, width - states.shape[-1]))
         for states in (query, key, value)
     )
-    compute = _flex if isinstance(mask, BlockMask) else _carried
+    compute: Callable[..., Any] = _flex if isinstance(mask, BlockMask) else _carried
     result: Tensor = compute(query, key, value, mask, scale)
     return result[..., :of_value]
 
