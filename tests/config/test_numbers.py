@@ -22,6 +22,7 @@ NEEDED = {
     "explorer.auxiliary_models": {"name": "a", "model_path": "m"},
     "tuner.auxiliary_models": {"base_url": "http://x/v1", "model_name": "m"},
 }
+NAMED = {"tuner.auxiliary_models", "model.adapters"}
 NEVER = [math.inf, -math.inf, math.nan, 10**30, -(10**30), 10**400, 1e308, 2 * MOST]
 NEVER += ["many", True, [True, 0.5], [math.nan, 0.5], [0.1], [], [0.1, 0.2, 0.3], {"a": math.inf}]
 MAYBE = [-1, 0, 1, 0.5, 1e-320, 2**31, "1", [0.1, 0.2], [1, 2], {"a": 1}]
@@ -37,7 +38,7 @@ def with_number(path: str, value: Any) -> dict[str, Any]:
             continue
         above = ".".join(names[:at])
         entry = {**NEEDED.get(above, {}), **found}
-        found = {"x": entry} if above == "tuner.auxiliary_models" else [entry]
+        found = {"x": entry} if above in NAMED else [entry]
     return found
 
 

@@ -295,9 +295,10 @@ def open_directory(config: RunConfig, data: Mapping[str, Sequence[Task]]) -> Ite
 def fingerprints(config: RunConfig, data: Mapping[str, Sequence[Task]]) -> dict[str, str]:
     """Identify the rows of a run's datasets and its initial weights."""
     found = {name: fingerprint_of(tasks) for name, tasks in data.items()}
-    adapter = config.model.lora.path if config.model.lora else None
-    paths = (config.model.model_path, config.model.critic_model_path, adapter)
-    for name, path in zip(WEIGHTS, paths, strict=True):
+    model = config.model
+    paths: dict[str, str | None] = dict(zip(WEIGHTS, (model.model_path, model.critic_model_path)))
+    paths |= {f"{key}.path": lora.path for key, lora in model.loras.items()}
+    for name, path in paths.items():
         if path and (place := located(path, name)) and (weights := fingerprint_of_weights(place)):
             found[name] = weights
     return found
