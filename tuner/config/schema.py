@@ -11,7 +11,7 @@ import functools
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import UnionType
@@ -1045,6 +1045,14 @@ RoleAdapter = Annotated[
     Discriminator(lambda given: FROZEN if isinstance(given, str) else "adapter"),
 ]
 """Weights of a role: its adapter, or `frozen` for the model without one."""
+
+
+def role_key(roles: Container[str], role: str | None) -> str | None:
+    """The key of `model.adapters` for a call's role; None if the call has no adapter and is not
+    frozen."""
+    if role is not None and role in roles:
+        return role
+    return ANY_ROLE if ANY_ROLE in roles else None
 
 
 class ModelSection(Section):

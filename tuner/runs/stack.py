@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tuner.config import RunConfig
-from tuner.config.schema import AlgorithmSection
+from tuner.config.schema import FROZEN, AlgorithmSection
 from tuner.encoding import NotText, read_text_file
 from tuner.engines import TrainingEngine
 from tuner.engines.remote import ServedEngine
@@ -22,7 +22,7 @@ from tuner.engines.request import end_ids_of
 from tuner.engines.transformers.engine import TransformersEngine
 from tuner.engines.transformers.model_shape import length_limit
 from tuner.errors import ConfigError
-from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults, SessionLimits
+from tuner.gateway import ChatRenderer, Gateway, Roles, SamplingDefaults, SessionLimits
 from tuner.gateway.families.renderer import SystemPrompt
 from tuner.rollouts import RolloutRunner, RolloutSettings
 from tuner.rollouts.chat_models import chat_model, default_kind
@@ -30,13 +30,16 @@ from tuner.rollouts.worker_pool import Pool, opening_of, pool_of
 from tuner.runs.auxiliary import AuxiliaryModels
 from tuner.runs.models import (
     Adapter,
+    RoleAdapters,
     ServedCopy,
     add_adapter,
+    add_adapters,
     check_same_vocabulary,
     choose_device,
     choose_dtype,
     load_model,
     load_tokenizer,
+    peft_name,
     require_peft,
     save_policy,
     stop_at_turns,
@@ -54,7 +57,7 @@ from tuner.runs.placement import (
 from tuner.tasks.functions import end_run
 from tuner.training.batch import Overlong, Selection, TeacherPrompt, own_prompt
 from tuner.training.references import Reference
-from tuner.training.trainer import PolicyTrainer
+from tuner.training.trainer import PolicyTrainer, RoleTrainers
 
 # Settings of rollouts and of the trainer, from the configuration.
 
@@ -123,8 +126,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Stack:
-    """The parts of a run on one machine. The trainer owns `model`, including its adapter if
-    there is one. The engine over transformers generates with the same model, unless
+    """The parts of a run on one machine. The trainer owns `model`, including its adapters if
+    there are some. The engine over transformers generates with the same model, unless
     generation continues during training; every other engine uses a copy.
 
     Attributes:
@@ -140,7 +143,7 @@ class Stack:
     """
 
     model: PreTrainedModel
-    adapter: Adapter | None
+    adapter: Adapter | RoleAdapters | None
     tokenizer: Any
     engine: TrainingEngine
     gateway: Gateway
@@ -250,17 +253,15 @@ def build_stack(
     kind = default_kind()
     workers = pool_of(config, workflow, judge, kind) if apart else None
     device = choose_device(config.tuner.device)
-    path, lora, adapter = config.model.model_path, config.model.lora, None
+    path, adapter = config.model.model_path, None
     dtype = choose_dtype(config.tuner.dtype, device)
-    if lora is None:
+    if not config.model.loras:
         setting = "model.model_path" if weights is None else "the checkpoint to resume from"
         model = load_model(str(weights or path), device=device, dtype=dtype, setting=setting)
     else:
         require_peft()
         model = load_model(path, device=device, dtype=dtype)
-        adapter = add_adapter(
-            model, lora, model_path=path, seed=config.tuner.seed, checkpoint=weights
-        )
+        adapter = _adapter(model, config, weights)
     tokenizer = load_tokenizer(path)
     renderer = chat_renderer(config, tokenizer, end_ids_of(model.generation_config, tokenizer))
     turn_ends = stop_at_turns(model, tokenizer, renderer.end_ids)
@@ -306,6 +307,9 @@ def build_stack(
         model_name=path,
         reasoning=config.tuner.reasoning,
         opening=opening_of(workers),
+        roles=Roles(
+            {r: None if one == FROZEN else peft_name(r) for r, one in config.model.adapters.items()}
+        ),
     )
     teacher = None
     if config.algorithm.advantage_fn == "on_policy_distill":
@@ -347,19 +351,44 @@ def build_stack(
     )
 
 
-def build_trainer(config: RunConfig, stack: Stack, *, total_steps: int) -> PolicyTrainer:
-    """Create the trainer for the stack's model; its reference is always the initial model of
-    the run."""
+def _adapter(model: PreTrainedModel, config: RunConfig, checkpoint: Path | None) -> Any:
+    """Add the adapter to a model, or those of all roles."""
+    given: Any = {"model_path": config.model.model_path, "seed": config.tuner.seed}
+    given["checkpoint"] = checkpoint
+    if config.model.lora is not None:
+        return add_adapter(model, config.model.lora, **given)
+    settings = {key.rpartition(".")[2]: one for key, one in config.model.loras.items()}
+    return add_adapters(model, settings, **given)
+
+
+def build_trainer(
+    config: RunConfig, stack: Stack, *, total_steps: int
+) -> PolicyTrainer | RoleTrainers:
+    """Create the trainer for the stack's model, or one for each role with an adapter; its reference
+    is always the initial model of the run."""
+    if isinstance(stack.adapter, RoleAdapters):
+        adapters = stack.adapter
+        return RoleTrainers(
+            {role: partial(_trainer, config, stack, one, total_steps) for role, one in adapters.items()},
+            adapters.alone,
+            version=stack.engine.version,
+        )
+    return _trainer(config, stack, stack.adapter, total_steps)
+
+
+def _trainer(
+    config: RunConfig, stack: Stack, adapter: Adapter | None, total_steps: int
+) -> PolicyTrainer:
     budget = micro_batch_tokens(config, stack.engine.capabilities.max_model_len)
     config = for_trainer(config, total_steps, budget)
     reference: Reference | None = None
-    if config.uses_reference and stack.adapter is not None:
-        reference = stack.adapter.reference()
+    if config.uses_reference and adapter is not None:
+        reference = adapter.reference()
     elif config.uses_reference and stack.engine.version > 0:
         reference = load_model(
             config.model.model_path, device=stack.model.device, dtype=stack.model.dtype
         )
-    policy = stack.model if stack.adapter is None else stack.adapter.model
+    policy = stack.model if adapter is None else adapter.model
     return PolicyTrainer(
         policy,
         config,

@@ -36,6 +36,7 @@ from tuner.engines.transformers.passes import (
     row_pass_of,
     served_model,
 )
+from tuner.engines.transformers.row_adapters import RowAdapters
 from tuner.engines.transformers.slots import FEW_TOKENS, SlotRunner
 from tuner.engines.transformers.threads import taking_turns
 from tuner.errors import ConfigError
@@ -93,6 +94,8 @@ class TransformersEngine(RequestEngine):
         version: Version of the current weights.
         prefill_tokens: Maximum of prompt tokens computed in one forward pass.
         enforce_eager: Record no CUDA graphs (`tuner.engines.transformers.passes`).
+        adapters: peft's names of the adapters that requests may have; requests with different ones
+            are computed together. Empty: all have what peft has switched on.
 
     Raises:
         ConfigError: A size is not positive; `max_model_len` is more than the model supports in
@@ -111,6 +114,7 @@ class TransformersEngine(RequestEngine):
         version: int = 0,
         prefill_tokens: int = 4096,
         enforce_eager: bool = False,
+        adapters: Sequence[str] = (),
     ) -> None:
         sizes = {
             "max_model_len": max_model_len,
@@ -140,6 +144,7 @@ class TransformersEngine(RequestEngine):
             every_setting=True,
             goes_on="always",
         )
+        self._adapters = frozenset(adapters)
         self._guard = WeightsGuard(self._model)
         self._runner = self._make_runner(deterministic, max_slots, prefill_tokens, enforce_eager)
         self._lock = threading.Lock()  # held while a step runs
@@ -156,6 +161,9 @@ class TransformersEngine(RequestEngine):
     ) -> SlotRunner | SoloRunner:
         model = self._model
         row_pass = None if deterministic else row_pass_of(model)
+        adapters = RowAdapters(model, self._adapters) if self._adapters else None
+        if isinstance(row_pass, RowPass) and adapters is not None:
+            row_pass = row_pass.with_adapters(adapters)
         if isinstance(row_pass, RowPass):
             return SlotRunner(
                 model,
@@ -165,7 +173,8 @@ class TransformersEngine(RequestEngine):
                 max_slots=max_slots,
                 max_model_len=self._capabilities.max_model_len,
                 prefill_tokens=prefill_tokens,
-                enforce_eager=enforce_eager,
+                # The number of tokens that an adapter computes differs from pass to pass.
+                enforce_eager=enforce_eager or adapters is not None,
             )
         told = names_positions(model, probe_length(model.config))
         if isinstance(told, str):
@@ -174,7 +183,9 @@ class TransformersEngine(RequestEngine):
                 f"{told}. If it is an encoder that can be a decoder, set is_decoder to true in its "
                 "config.json"
             )
-        solo = SoloRunner(model, self._guard, self._stats, names_positions=told)
+        solo = SoloRunner(
+            model, self._guard, self._stats, names_positions=told, adapters=adapters
+        )
         if deterministic:
             return solo
         _log.warning(
@@ -210,14 +221,18 @@ class TransformersEngine(RequestEngine):
         session: str,
         sink: TokenSink | None = None,
         so_far: Generation | None = None,
+        adapter: str | None = None,
     ) -> Generation:
         """See `Engine.generate`."""
         check_sampling(sampling)
+        if adapter is not None and adapter not in self._adapters:
+            raise EngineError(f"there is no adapter {adapter!r}")
         form = await self._grammars.started(sampling.grammar) if sampling.grammar else None
         if self._closed:
             raise EngineError("the engine is closed")
         loop = asyncio.get_running_loop()
         own = {"uniforms": Random(sampling.seed), "future": loop.create_future(), "form": form}
+        own["adapter"] = adapter
         request = self._begun(Request, prompt_ids, sampling, sink, so_far, **own)
         driver = self._drivers.get(loop)
         if driver is None:

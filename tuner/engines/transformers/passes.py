@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import logging
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,7 @@ from tuner.engines.transformers.cascade import (
 )
 from tuner.engines.transformers.kv_cache import Placement, SlotCache
 from tuner.engines.transformers.model_shape import layer_windows, probe_length
+from tuner.engines.transformers.row_adapters import RowAdapters
 from tuner.errors import ConfigError
 
 # The forward pass of a plain decoder, with little overhead around its matrix products.
@@ -581,6 +584,7 @@ class SoloRunner:
         stats: EngineStats,
         *,
         names_positions: bool = False,
+        adapters: RowAdapters | None = None,
     ) -> None:
         self.waiting: deque[Request] = deque()
         self.active: list[Request] = []
@@ -588,6 +592,7 @@ class SoloRunner:
         self._guard = guard
         self._stats = stats
         self._names_positions = names_positions
+        self._adapters = adapters
         self._cache: Any = None
 
     def tokens_ahead(self) -> int:
@@ -619,7 +624,8 @@ class SoloRunner:
         new = tokens if self._cache is None else tokens[-1:]
         ids = torch.tensor([new], device=self._model.device)
         first = len(tokens) - len(new) if self._names_positions else None
-        logits, cache = continued(self._model, ids, self._cache, first)
+        with nullcontext() if self._adapters is None else self._adapters.of_rows([request.adapter]):
+            logits, cache = continued(self._model, ids, self._cache, first)
         if self._guard.changed():
             return []
         if len(new) > 1 or not request.completion_ids:
@@ -644,6 +650,7 @@ class RowPass:
         shares: Rows may have prefixes, and we compute attention (`cascade`); otherwise the model
             does, over a view of the rows.
         plain: We run the model's layers ourselves (`PlainDecoder`).
+        adapters: Chooses the adapter of each row; None: all rows have those that are on.
     """
 
     def __init__(
@@ -653,8 +660,10 @@ class RowPass:
         *,
         shares: bool = False,
         plain: bool = False,
+        adapters: RowAdapters | None = None,
     ) -> None:
         self._model = model
+        self._adapters = adapters
         self._windows = windows
         self._options = forward_options(model)
         self._cache_argument = cache_argument(model)
@@ -662,10 +671,34 @@ class RowPass:
         self.shares = shares
         self.layers: int = model.config.get_text_config(decoder=True).num_hidden_layers
 
+    def with_adapters(self, adapters: RowAdapters) -> RowPass | str:
+        """The same pass for rows with different adapters, or a sentence why that cannot be."""
+        found = copy.copy(self)
+        found._adapters = adapters
+        why = _adapters_agree(self._model, found, adapters)
+        return found if why is None else why
+
     def logits(
+        self,
+        cache: SlotCache,
+        ids: Tensor,
+        positions: Tensor,
+        placement: Placement,
+        adapters: Sequence[str | None] = (),
+    ) -> Tensor:
+        """Logits of the last column: ids and positions [m, C] -> [m, V].
+
+        Args:
+            adapters: Of each row, if rows have different ones.
+        """
+        if self._adapters is None:
+            return self._logits(cache, ids, positions, placement)
+        with self._adapters.of_rows(adapters, ids.shape[1], placement):
+            return self._logits(cache, ids, positions, placement)
+
+    def _logits(
         self, cache: SlotCache, ids: Tensor, positions: Tensor, placement: Placement
     ) -> Tensor:
-        """Logits of the last column: ids and positions [m, C] -> [m, V]."""
         cache.placement = placement
         dtype = self._model.dtype
         if placement.own is None:
@@ -766,3 +799,30 @@ def rows_agree(model: PreTrainedModel, row_pass: RowPass) -> str | None:
     except Exception as error:  # a model's own code may do anything with the masks and the cache
         return f"its forward pass does not support them ({type(error).__name__}: {error})"
     return differ(torch.cat(got), wanted)
+
+
+@torch.no_grad()
+def _adapters_agree(
+    model: PreTrainedModel, row_pass: RowPass, adapters: RowAdapters
+) -> str | None:
+    """Compare a pass over two rows, of which one has an adapter, with a pass for each; None if
+    they agree, else the difference."""
+    device, length = model.device, probe_length(model.config)
+    ids = torch.arange(2 * length, device=device) * 7 + 3
+    ids = (ids % model.config.get_text_config().vocab_size).view(2, length)
+    names = (None, min(adapters.names))
+    try:
+        alone = []
+        for name, row in zip(names, ids, strict=True):
+            with adapters.of_rows([name]):
+                alone.append(model(input_ids=row[None], use_cache=False).logits[0, -1])
+        cache = SlotCache(row_pass.layers, 2, length)
+        positions = torch.arange(length, device=device).repeat(2, 1)
+        rows = torch.arange(2, device=device)[:, None]
+        place = Placement(slice(0, 2), length, (rows * cache.width + positions).flatten(), None)
+        if row_pass.shares:
+            place = replace(place, own=positions, levels=levels_of((None, None), device))
+        got = row_pass.logits(cache, ids, positions, place, names)
+    except Exception as error:  # a model's own code may give its layers any tokens
+        return f"requests cannot have different adapters ({type(error).__name__}: {error})"
+    return differ(got, torch.stack(alone))
