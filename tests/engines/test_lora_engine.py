@@ -72,7 +72,9 @@ async def test_each_request_of_a_batch_has_its_own_adapter(kind, deterministic, 
     update; prefixes are shared within a role, and by no other."""
     adapters = with_roles(kind)
     engine = make_engine(
-        adapters.model, deterministic=deterministic, adapters=[one.name for one in adapters.values()]
+        adapters.model,
+        deterministic=deterministic,
+        adapters=[one.name for one in adapters.values()],
     )
     assert engine.batched is not deterministic
     requests = list(crowd())[: 3 if deterministic else 10]

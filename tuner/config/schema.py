@@ -1127,6 +1127,11 @@ class ModelSection(Section):
         return self.lora_configs[0] if self.lora_configs else None
 
     @property
+    def trained_roles(self) -> tuple[str, ...]:
+        """The roles with an adapter, in order."""
+        return tuple(role for role, one in self.adapters.items() if one != FROZEN)
+
+    @property
     def loras(self) -> dict[str, LoraSection]:
         """Every adapter that is trained, by the key of its settings."""
         found = {f"model.lora_configs.{i}": one for i, one in enumerate(self.lora_configs)}

@@ -208,10 +208,10 @@ class Gateway:
         model_name: str,
         reasoning: ReasoningPolicy = "template",
         opening: Opening | None = None,
-        roles: Roles = Roles(),  # it is frozen
+        roles: Roles | None = None,
     ) -> None:
         self._where = opening
-        self.service = Service(engine, renderer, model_name, reasoning, roles)
+        self.service = Service(engine, renderer, model_name, reasoning, roles or Roles())
         self.warned: set[str] = set()
         self.shared: dict[str, Session] = {}
         self._sessions: dict[str, Session] = {}

@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from tuner.encoding import json_text
 from tuner.config.schema import ANY_ROLE, role_key
+from tuner.encoding import json_text
 from tuner.engines.base import Engine, Generation
 from tuner.errors import ConfigError
 from tuner.gateway.families.renderer import ChatRenderer

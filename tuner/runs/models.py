@@ -914,3 +914,5 @@ def save_policy(
         return save_model(model, tokenizer, folder)
     adapter.save(folder)
     tokenizer.save_pretrained(folder)
+    for role in adapter if isinstance(adapter, RoleAdapters) else ():
+        tokenizer.save_pretrained(folder / role)  # each folder can be used alone

@@ -647,7 +647,7 @@ def build_engine(
             deterministic=config.tuner.deterministic,
             version=version,
             enforce_eager=config.explorer.rollout_model.enforce_eager,
-            adapters=adapter_names(config),
+            adapters=[peft_name(role) for role in config.model.trained_roles],
         )
         return shared, None
     if config.explorer.rollout_model.engine_type == "vllm":
@@ -804,11 +804,6 @@ def _folder(config: RunConfig, path: WeightPath, size: int) -> Path:
         _log.warning("%s belongs to another user: weights are written to %s", folder, on_disk)
         return on_disk
     return folder
-
-
-def adapter_names(config: RunConfig) -> tuple[str, ...]:
-    """peft's names of the adapters of roles."""
-    return tuple(peft_name(key.rpartition(".")[2]) for key in config.model.loras if ".adapters." in key)
 
 
 def _rank(adapter: Any, config: RunConfig) -> int:

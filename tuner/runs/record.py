@@ -37,7 +37,7 @@ from tuner.tasks.datasets import LazyRows, row_text
 from tuner.traces import Outcome, Trace
 from tuner.traces.reading import Count, JsonReader
 from tuner.traces.store import closed
-from tuner.training.trainer import PolicyTrainer
+from tuner.training.trainer import PolicyTrainer, RoleTrainers
 
 Task = dict[str, Any]
 
@@ -147,7 +147,12 @@ class RunRecord:
         for tracker in self._trackers:
             tracker.show(step, name, traces)
 
-    def save(self, step: int, trainer: PolicyTrainer, save_weights: Callable[[Path], None]) -> None:
+    def save(
+        self,
+        step: int,
+        trainer: PolicyTrainer | RoleTrainers,
+        save_weights: Callable[[Path], None],
+    ) -> None:
         """Write the checkpoint of a step.
 
         Args:
@@ -296,7 +301,10 @@ def fingerprints(config: RunConfig, data: Mapping[str, Sequence[Task]]) -> dict[
     """Identify the rows of a run's datasets and its initial weights."""
     found = {name: fingerprint_of(tasks) for name, tasks in data.items()}
     model = config.model
-    paths: dict[str, str | None] = dict(zip(WEIGHTS, (model.model_path, model.critic_model_path)))
+    paths: dict[str, str | None] = {
+        WEIGHTS[0]: model.model_path,
+        WEIGHTS[1]: model.critic_model_path,
+    }
     paths |= {f"{key}.path": lora.path for key, lora in model.loras.items()}
     for name, path in paths.items():
         if path and (place := located(path, name)) and (weights := fingerprint_of_weights(place)):

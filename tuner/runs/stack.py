@@ -203,7 +203,7 @@ class Stack:
         if isinstance(self.engine, ServedEngine):
             await self.engine.start()
 
-    async def publish(self, trainer: PolicyTrainer) -> None:
+    async def publish(self, trainer: PolicyTrainer | RoleTrainers) -> None:
         """Update the engine to the trainer's weights, between two tokens of running requests."""
         async with self.engine.pause():
             if self.served is not None:
@@ -307,9 +307,7 @@ def build_stack(
         model_name=path,
         reasoning=config.tuner.reasoning,
         opening=opening_of(workers),
-        roles=Roles(
-            {r: None if one == FROZEN else peft_name(r) for r, one in config.model.adapters.items()}
-        ),
+        roles=roles_of(config),
     )
     teacher = None
     if config.algorithm.advantage_fn == "on_policy_distill":
@@ -351,33 +349,50 @@ def build_stack(
     )
 
 
+def roles_of(config: RunConfig) -> Roles:
+    """The adapters that the calls of roles are sampled with."""
+    adapters = config.model.adapters.items()
+    return Roles({role: None if one == FROZEN else peft_name(role) for role, one in adapters})
+
+
 def _adapter(model: PreTrainedModel, config: RunConfig, checkpoint: Path | None) -> Any:
     """Add the adapter to a model, or those of all roles."""
     given: Any = {"model_path": config.model.model_path, "seed": config.tuner.seed}
     given["checkpoint"] = checkpoint
     if config.model.lora is not None:
         return add_adapter(model, config.model.lora, **given)
-    settings = {key.rpartition(".")[2]: one for key, one in config.model.loras.items()}
+    settings = {role: config.model.adapters[role] for role in config.model.trained_roles}
     return add_adapters(model, settings, **given)
 
 
-def build_trainer(
+def build_trainers(
     config: RunConfig, stack: Stack, *, total_steps: int
 ) -> PolicyTrainer | RoleTrainers:
-    """Create the trainer for the stack's model, or one for each role with an adapter; its reference
-    is always the initial model of the run."""
+    """Create the trainer for the stack's model, or those of the roles with adapters."""
+    if not isinstance(stack.adapter, RoleAdapters):
+        return build_trainer(config, stack, total_steps=total_steps)
+    make = partial(_trainer, config, stack, total_steps=total_steps)
+    each = {role: partial(make, adapter) for role, adapter in stack.adapter.items()}
+    return RoleTrainers(each, stack.adapter.alone)
+
+
+def build_trainer(config: RunConfig, stack: Stack, *, total_steps: int) -> PolicyTrainer:
+    """Create the trainer for the stack's model; its reference is always the initial model of
+    the run.
+
+    Raises:
+        ConfigError: Roles have their own adapters, each of which needs a trainer.
+    """
     if isinstance(stack.adapter, RoleAdapters):
-        adapters = stack.adapter
-        return RoleTrainers(
-            {role: partial(_trainer, config, stack, one, total_steps) for role, one in adapters.items()},
-            adapters.alone,
-            version=stack.engine.version,
+        raise ConfigError(
+            "model.adapters is set, but only tune() and `tuner run` train roles with their own "
+            "adapters: set model.lora_configs instead"
         )
-    return _trainer(config, stack, stack.adapter, total_steps)
+    return _trainer(config, stack, stack.adapter, total_steps=total_steps)
 
 
 def _trainer(
-    config: RunConfig, stack: Stack, adapter: Adapter | None, total_steps: int
+    config: RunConfig, stack: Stack, adapter: Adapter | None, *, total_steps: int
 ) -> PolicyTrainer:
     budget = micro_batch_tokens(config, stack.engine.capabilities.max_model_len)
     config = for_trainer(config, total_steps, budget)

@@ -183,9 +183,7 @@ class TransformersEngine(RequestEngine):
                 f"{told}. If it is an encoder that can be a decoder, set is_decoder to true in its "
                 "config.json"
             )
-        solo = SoloRunner(
-            model, self._guard, self._stats, names_positions=told, adapters=adapters
-        )
+        solo = SoloRunner(model, self._guard, self._stats, names_positions=told, adapters=adapters)
         if deterministic:
             return solo
         _log.warning(

@@ -802,9 +802,7 @@ def rows_agree(model: PreTrainedModel, row_pass: RowPass) -> str | None:
 
 
 @torch.no_grad()
-def _adapters_agree(
-    model: PreTrainedModel, row_pass: RowPass, adapters: RowAdapters
-) -> str | None:
+def _adapters_agree(model: PreTrainedModel, row_pass: RowPass, adapters: RowAdapters) -> str | None:
     """Compare a pass over two rows, of which one has an adapter, with a pass for each; None if
     they agree, else the difference."""
     device, length = model.device, probe_length(model.config)

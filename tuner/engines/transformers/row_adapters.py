@@ -58,7 +58,7 @@ class RowAdapters:
                     "which requests of different roles cannot be computed together: remove it from "
                     "target_modules"
                 )
-            module.forward = self._forward_of(module, module.forward)  # type: ignore[method-assign]
+            module.forward = self._forward_of(module, module.forward)
 
     def _forward_of(self, layer: Any, usual: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -103,8 +103,9 @@ class Rows:
         width = min(len(ids), self.tokens.shape[1])
         equal = self.tokens[: self.count, :width] == ids[:width]
         common: Ints = np.where(equal.all(axis=1), width, equal.argmin(axis=1))
-        same = np.array([other == adapter for other in self.adapter[: self.count]])
-        return np.minimum(common, self.length[: self.count]) * same
+        common = np.minimum(common, self.length[: self.count])
+        common[[other != adapter for other in self.adapter[: self.count]]] = 0
+        return common
 
     def levels(self, first: int, last: int) -> tuple[Level, ...]:
         """The prefixes of the rows [first, last)."""
