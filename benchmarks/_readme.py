@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 TOPICS = {
     "training": "advice agent_step async token_tree train_step trinity_experiences",
     "learning": "algorithms bandits branching credit curriculum examples history learning "
-    "rebase task_sets",
+    "rebase task_sets two_roles",
     "models": "real_models real_sizes",
     "serving": "promotion serve served_learning serving_queue",
     "operation": "engine gateway startup stores trace_store viewer workers",

@@ -1109,7 +1109,7 @@ class ModelSection(Section):
         default_factory=dict,
         description="A LoRA adapter for each role that calls (`model.role(name)`, or `name` as a "
         "request's model), with the keys of `lora_configs`; or `frozen`: the model without one. "
-        "`default` is for other calls ([training](training.md#a-policy-for-each-role)). Not set: "
+        "`default` is for other calls ([training](agents.md#a-policy-for-each-role)). Not set: "
         "all calls have the same weights.",
     )
 

@@ -361,7 +361,7 @@ def _adapter(model: PreTrainedModel, config: RunConfig, checkpoint: Path | None)
     given["checkpoint"] = checkpoint
     if config.model.lora is not None:
         return add_adapter(model, config.model.lora, **given)
-    settings = {role: config.model.adapters[role] for role in config.model.trained_roles}
+    settings = {key.rpartition(".")[2]: one for key, one in config.model.loras.items()}
     return add_adapters(model, settings, **given)
 
 
