@@ -23,7 +23,7 @@ from _report import Row, report
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples" / "two_roles"))
 
-import main as example
+import main as example  # noqa: E402  # a script, whose folder is not a package
 
 WAYS = {"an adapter for each role": (), "one adapter for both": ("--shared",)}
 Curve = list[tuple[float, float]]
@@ -70,9 +70,7 @@ def main() -> None:
         way: [trained(given, seed, options.steps) for seed in range(options.seeds)]
         for way, given in WAYS.items()
     }
-    budgets = [
-        min(runs[way][seed][0][-1][0] for way in WAYS) for seed in range(options.seeds)
-    ]
+    budgets = [min(runs[way][seed][0][-1][0] for way in WAYS) for seed in range(options.seeds)]
     own, shared = (
         {
             "mean held-out reward": fmean(

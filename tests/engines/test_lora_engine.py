@@ -12,7 +12,7 @@ from tuner.config.schema import LoraSection
 from tuner.engines import EngineError, SamplingParams
 from tuner.engines.transformers.passes import WeightsGuard
 from tuner.errors import ConfigError
-from tuner.runs.models import add_adapters, peft_name
+from tuner.runs.models import ServedCopy, add_adapters, peft_name
 from tuner.training.references import AdapterReference
 
 
@@ -107,6 +107,25 @@ async def test_no_prefix_is_shared_with_another_adapter():
     assert {one.cached_tokens for one in again} == {119}
     with pytest.raises(EngineError, match="no adapter 'x'"):
         await engine.generate(ids, sampling, "s", adapter="x")
+
+
+async def test_a_copy_serves_the_adapters_of_its_last_update(tmp_path):
+    """As where collection runs ahead of training, one adapter of which is alone meanwhile."""
+    adapters = with_roles("qwen3")
+    copy, names = ServedCopy(adapters.model.get_base_model()), [*map(peft_name, adapters)]
+    engine, sampling = make_engine(copy.model, adapters=names), SamplingParams(max_tokens=6)
+    before = each_alone(adapters, "qwen3", tmp_path / "before")
+    change_adapter(adapters.model, seed=5)
+    after = each_alone(adapters, "qwen3", tmp_path / "after")
+    for alone in (before, after):
+        for name in (None, *names):
+            with adapters.alone("a"):
+                got = await engine.generate(prompt(30), sampling, "s", adapter=name)
+            assert error(alone[name], prompt(30), got, sampling) < 1e-5
+        async with engine.pause():
+            copy.update()
+            await engine.update_weights(engine.version + 1)
+    assert engine.stats.unannounced_updates == 0
 
 
 def test_layers_that_rows_cannot_share_are_refused():
