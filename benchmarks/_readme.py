@@ -19,7 +19,7 @@ TOPICS = {
     "training": "advice agent_step async layouts overhead token_tree train_step "
     "trinity_experiences",
     "learning": "algorithms bandits branching credit curriculum examples history learning "
-    "rebase task_sets",
+    "rebase task_sets two_roles",
     "models": "real_models real_sizes",
     "serving": "promotion serve served_learning serving_queue",
     "operation": "engine gateway startup stores trace_store viewer workers",

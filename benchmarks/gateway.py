@@ -101,6 +101,7 @@ class StubEngine:
         session: str,
         sink: TokenSink | None = None,
         so_far: Generation | None = None,
+        adapter: str | None = None,
     ) -> Generation:
         if self._seconds:
             await asyncio.sleep(self._seconds)

@@ -54,10 +54,10 @@ from tuner.runs.sources import (
     training_data,
     units,
 )
-from tuner.runs.stack import Stack, build_stack, build_trainer
+from tuner.runs.stack import Stack, build_stack, build_trainers
 from tuner.tasks.selection import is_due, planned_steps
 from tuner.traces import Trace, TraceStore
-from tuner.training.batch import Batch
+from tuner.training.batch import Batch, RoleBatches
 from tuner.training.likelihood import (
     EffectiveSamples,
     OffPolicyBatch,
@@ -67,7 +67,7 @@ from tuner.training.likelihood import (
     off_policy_update,
     recorded_update,
 )
-from tuner.training.trainer import PolicyTrainer
+from tuner.training.trainer import PolicyTrainer, RoleTrainers
 
 logger = logging.getLogger("tuner")
 Task = dict[str, Any]
@@ -156,7 +156,7 @@ async def _run(
     )
     source: Source | None = None
     try:
-        trainer = build_trainer(config, stack, total_steps=record.total_steps)
+        trainer = build_trainers(config, stack, total_steps=record.total_steps)
         if record.weights is not None:
             trainer.load(record.weights / TRAINER_STATE)
         record.open(stack.decisions)
@@ -203,7 +203,7 @@ async def _steps(
     config: RunConfig,
     record: RunRecord,
     stack: Stack,
-    trainer: PolicyTrainer,
+    trainer: PolicyTrainer | RoleTrainers,
     source: Source,
     evaluate: Callable[[int], Awaitable[dict[str, float]]],
     thread: ThreadPoolExecutor,
@@ -222,6 +222,7 @@ async def _steps(
         began = time.perf_counter()
         metrics = await evaluate(step)
         if config.tuner.history is not None:
+            assert isinstance(trainer, PolicyTrainer), "recorded data has no roles"
             async with stack.training():
                 metrics |= await aside(partial(source.held_out, trainer))
         return metrics and metrics | {"time/evaluation": time.perf_counter() - began}
@@ -232,6 +233,7 @@ async def _steps(
 
     async def weigh(batch: Batch) -> EffectiveSamples:
         """Effective sample size of another run's samples for the trainer's weights."""
+        assert isinstance(trainer, PolicyTrainer), "a rebased run has no roles"
         async with stack.training():
             return await aside(partial(effective_samples, trainer, batch))
 
@@ -295,13 +297,19 @@ async def _steps(
 
 
 def update(
-    trainer: PolicyTrainer, batch: Batch | RecordedBatch, worth: EffectiveSamples | None = None
+    trainer: PolicyTrainer | RoleTrainers,
+    batch: Batch | RoleBatches | RecordedBatch,
+    worth: EffectiveSamples | None = None,
 ) -> dict[str, float]:
-    """Train a batch of rollouts, or of recorded data.
+    """Train a batch of rollouts, those of roles, or recorded data.
 
     Args:
         worth: The rollouts' effective sample size, if it was computed before.
     """
+    if isinstance(trainer, RoleTrainers):
+        assert isinstance(batch, RoleBatches), "each role has a batch"
+        return trainer.update(batch, update)
+    assert not isinstance(batch, RoleBatches), "all calls have the same weights"
     if isinstance(batch, RecordedBatch):
         metrics = recorded_update(trainer, batch)
     elif isinstance(batch, OffPolicyBatch):

@@ -456,6 +456,41 @@ def test_trinitys_lora_keys_are_read(write):
     assert layers.model.lora.target_modules == ("q_proj", "v_proj")
 
 
+def test_each_role_has_an_adapter_or_none(write):
+    """Written and read back; paths are relative to the file."""
+    path = write(
+        "model:\n  adapters:\n    writer: {lora_rank: 4, path: ./adapter}\n    critic: frozen\n"
+        "    default: {}\n"
+    )
+    config = load_config(path)
+    assert config.model.adapters == {
+        "writer": LoraSection(lora_rank=4, path=str(path.parent / "adapter")),
+        "critic": "frozen",
+        "default": LoraSection(),
+    }
+    assert list(config.model.loras) == ["model.adapters.writer", "model.adapters.default"]
+    path.write_text(config.to_yaml())
+    assert load_config(path).model.adapters == config.model.adapters
+    assert load_config(path, overrides=["model.adapters=null"]).model.loras == {}
+
+
+@pytest.mark.parametrize(
+    ("roles", "text"),
+    [
+        ("{w: {lora_rank: 0}}", "model.adapters.w.lora_rank is 0: must be greater than"),
+        ("{w: {lora_rnk: 8}}", "did you mean model.adapters.w.lora_rank?"),
+        ("{w: froze}", "model.adapters.w is 'froze': must be 'frozen'"),
+        ("{w: null}", "model.adapters.w is None: must have keys under it"),
+        ("{w: frozen, c: frozen}", "nothing is trained if all are frozen"),
+        ("{'a b': {}}", "model.adapters.a b"),
+    ],
+)
+def test_roles_that_cannot_be_trained_are_refused(roles, text):
+    message = refusal(overrides=[f"model.adapters={roles}"])
+    assert text in message
+    assert "problems in" not in message
+
+
 def test_no_key_is_listed_twice():
     paths = known_paths()
     assert len(paths) == len(set(paths))

@@ -22,6 +22,7 @@ NEEDED = {
     "explorer.auxiliary_models": {"name": "a", "model_path": "m"},
     "tuner.auxiliary_models": {"base_url": "http://x/v1", "model_name": "m"},
 }
+NAMED = {"tuner.auxiliary_models", "model.adapters"}
 NEVER = [math.inf, -math.inf, math.nan, 10**30, -(10**30), 10**400, 1e308, 2 * MOST]
 NEVER += ["many", True, [True, 0.5], [math.nan, 0.5], [0.1], [], [0.1, 0.2, 0.3], {"a": math.inf}]
 MAYBE = [-1, 0, 1, 0.5, 1e-320, 2**31, "1", [0.1, 0.2], [1, 2], {"a": 1}]
@@ -37,7 +38,7 @@ def with_number(path: str, value: Any) -> dict[str, Any]:
             continue
         above = ".".join(names[:at])
         entry = {**NEEDED.get(above, {}), **found}
-        found = {"x": entry} if above == "tuner.auxiliary_models" else [entry]
+        found = {"x": entry} if above in NAMED else [entry]
     return found
 
 
@@ -59,7 +60,8 @@ def said(path: str, value: Any) -> str:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_number_that_cannot_be_meant_is_refused_by_its_name(path):
-    key = path.replace("tuner.auxiliary_models.*", "tuner.auxiliary_models.x").replace("*", "0")
+    above = path.partition(".*")[0]
+    key = path.replace("*", "x" if above in NAMED else "0")
     for value in NEVER:
         message = said(path, value)
         assert f"set in Python: {key} is " in message, (value, message)

@@ -25,6 +25,11 @@ model.max_response_tokens <- model.max_response_tokens=64 | model.max_model_len=
 model.chat_template_path <- model.chat_template_path=y | model.custom_chat_template=x
 tuner.reasoning <- tuner.reasoning=keep | {MODEL}.reasoning_parser=null
 model.lora_configs.0.exclude_modules <- model.lora_configs=[{{path: /x, exclude_modules: [a]}}]
+model.adapters.w.target_modules <- model.adapters={{w: {{path: /x, target_modules: [a]}}, c: frozen}}
+model.lora_configs <- model.adapters={{w: {{}}}} | model.lora_configs=[{{}}]
+mode <- model.adapters={{w: {{}}}} | mode=train | tuner.history={{}}
+algorithm.advantage_fn <- model.adapters={{w: {{}}}} | algorithm.algorithm_type=ppo
+algorithm.advantage_fn <- model.adapters={{w: {{}}}} | algorithm.algorithm_type=tree
 {TASKS}.taskset.rollout_args.temperature <- {TASKS}.taskset.rollout_args.temperature=0
 {TASKS}.eval_tasksets.0.repeat_times <- {TASKS}.eval_tasksets=[{{repeat_times: 2}}]
 tuner.agent <- tuner.agent={{type: A}} | tuner.environment={{type: E}} | tuner.workflow=a:b
@@ -57,10 +62,13 @@ tuner.placement <- {FIXED} | tuner.placement=colocate | tuner.engine.urls=[http:
 {MODEL}.engine_num <- {FIXED} | {MODEL}.engine_num=2 | tuner.placement=colocate
 tuner.engine.sleep <- {FIXED} | tuner.engine.sleep=true | synchronizer.sync_offset=1
 model.lora_configs.0.lora_rank <- {FIXED} | model.lora_configs=[{{lora_rank: 513}}]
+model.adapters <- {FIXED} | model.adapters={{w: {{}}}}
+model.adapters.w.lora_rank <- {FIXED} | model.adapters={{w: {{lora_rank: 513}}, c: frozen}}
 tuner.engine.urls <- {SGLANG}
 tuner.placement <- {SGLANG} | tuner.engine.urls=[http://a] | tuner.placement=colocate
 {MODEL}.tensor_parallel_size <- {SGLANG} | tuner.engine.urls=[http://a] | {MODEL}.tensor_parallel_size=2
 model.lora_configs <- {SGLANG} | tuner.engine.urls=[http://a] | model.lora_configs=[{{}}]
+model.adapters <- {SGLANG} | tuner.engine.urls=[http://a] | model.adapters={{w: {{}}}}
 model.top_k <- {SGLANG} | tuner.engine.urls=[http://a] | model.top_k=3 | model.top_p=0.9
 algorithm.advantage_fn <- algorithm.advantage_fn=none
 algorithm.policy_loss_fn <- algorithm.policy_loss_fn=dpo

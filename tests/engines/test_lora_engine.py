@@ -1,14 +1,18 @@
 """The engine serves the adapter as it is now, and never what was computed with another."""
 
+import asyncio
+
 import pytest
 import torch
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 
 from tests.engines.models import crowd, error, generate_all, make_engine, make_model, prompt
 from tests.training.lora import change_adapter, wrapped
-from tuner.engines import SamplingParams
+from tuner.config.schema import LoraSection
+from tuner.engines import EngineError, SamplingParams
 from tuner.engines.transformers.passes import WeightsGuard
 from tuner.errors import ConfigError
+from tuner.runs.models import ServedCopy, add_adapters, peft_name
 from tuner.training.references import AdapterReference
 
 
@@ -34,6 +38,113 @@ async def test_log_probs_are_those_of_the_live_adapter_before_and_after_an_updat
             await engine.update_weights(version + 1)
     assert engine.stats.unannounced_updates == 0
     assert engine.stats.prompt_tokens_reused > 0
+
+
+ROLES = {  # one name is part of another
+    "a": {"lora_rank": 4},
+    "ab": {"lora_rank": 2, "target_modules": ("q_proj", "down_proj")},
+    "b": {"lora_rank": 3, "exclude_modules": ("v_proj",)},
+}
+
+
+def with_roles(kind):
+    """A model with trained adapters for some roles."""
+    sections = {role: LoraSection(**settings) for role, settings in ROLES.items()}
+    adapters = add_adapters(make_model(kind), sections, model_path="org/base", seed=0)
+    change_adapter(adapters.model)
+    return adapters
+
+
+def each_alone(adapters, kind, folder):
+    """For each role a model that has only its adapter, and one that has none."""
+    adapters.save(folder)
+    names = {peft_name(role): folder / role for role in adapters}
+    alone = {name: PeftModel.from_pretrained(make_model(kind), at) for name, at in names.items()}
+    return {None: make_model(kind), **alone}
+
+
+@pytest.mark.parametrize(
+    ("kind", "deterministic"),
+    [("qwen3", True), *((kind, False) for kind in ("qwen3", "llama", "mistral", "gemma3"))],
+)
+async def test_each_request_of_a_batch_has_its_own_adapter(kind, deterministic, tmp_path):
+    """Log-probs are those of a model with that adapter alone, or with none, before and after an
+    update; prefixes are shared within a role, and by no other."""
+    adapters = with_roles(kind)
+    engine = make_engine(
+        adapters.model,
+        deterministic=deterministic,
+        adapters=[one.name for one in adapters.values()],
+    )
+    assert engine.batched is not deterministic
+    requests = list(crowd())[: 3 if deterministic else 10]
+    names = [None, *map(peft_name, adapters)]
+    for version in range(2):
+        alone = each_alone(adapters, kind, tmp_path / str(version))
+        asked = [(names[i % 4], *one) for i, one in enumerate([*requests, *requests])]
+        work = [engine.generate(ids, how, "s", adapter=name) for name, ids, how in asked]
+        found = await asyncio.gather(*work)
+        for (name, ids, sampling), got in zip(asked, found, strict=True):
+            assert error(alone[name], ids, got, sampling) < 1e-5
+            other = next(one for one in names if one != name)
+            assert sampling.temperature == 0 or error(alone[other], ids, got, sampling) > 1e-3
+            assert set(got.versions) == {version}
+        async with engine.pause():
+            change_adapter(adapters.model, seed=2 + version)
+            await engine.update_weights(version + 1)
+    assert engine.stats.unannounced_updates == 0
+    assert (engine.stats.prompt_tokens_reused > 0) is not deterministic
+
+
+async def test_no_prefix_is_shared_with_another_adapter():
+    adapters = with_roles("qwen3")
+    names = [None, *(one.name for one in adapters.values())]
+    engine, ids = make_engine(adapters.model, adapters=names[1:]), prompt(120)
+    sampling = SamplingParams(max_tokens=4)
+    first = [await engine.generate(ids, sampling, "s", adapter=name) for name in names]
+    again = [await engine.generate(ids, sampling, "s", adapter=name) for name in names]
+    assert {one.cached_tokens for one in first} == {0}
+    assert {one.cached_tokens for one in again} == {119}
+    with pytest.raises(EngineError, match="no adapter 'x'"):
+        await engine.generate(ids, sampling, "s", adapter="x")
+
+
+async def test_a_copy_serves_the_adapters_of_its_last_update(tmp_path):
+    """As where collection runs ahead of training, one adapter of which is alone meanwhile."""
+    adapters = with_roles("qwen3")
+    copy, names = ServedCopy(adapters.model.get_base_model()), [*map(peft_name, adapters)]
+    engine, sampling = make_engine(copy.model, adapters=names), SamplingParams(max_tokens=6)
+    before = each_alone(adapters, "qwen3", tmp_path / "before")
+    change_adapter(adapters.model, seed=5)
+    after = each_alone(adapters, "qwen3", tmp_path / "after")
+    for alone in (before, after):
+        for name in (None, *names):
+            with adapters.alone("a"):
+                got = await engine.generate(prompt(30), sampling, "s", adapter=name)
+            assert error(alone[name], prompt(30), got, sampling) < 1e-5
+        async with engine.pause():
+            copy.update()
+            await engine.update_weights(engine.version + 1)
+    assert engine.stats.unannounced_updates == 0
+
+
+def test_layers_that_rows_cannot_share_are_refused():
+    model = make_model("llama")
+    sections = {"a": LoraSection(target_modules=("embed_tokens",))}
+    adapters = add_adapters(model, sections, model_path="org/base", seed=0)
+    with pytest.raises(ConfigError, match=r"embed_tokens is a Embedding.*remove it"):
+        make_engine(adapters.model, adapters=["<a>"])
+
+
+def test_layers_that_see_only_some_tokens_are_served_one_request_at_a_time(caplog):
+    """As the experts of some models, whose tokens cannot be assigned to rows."""
+    model = make_model("llama")
+    mlp = model.model.layers[0].mlp
+    usual = mlp.forward
+    mlp.forward = lambda x: torch.cat([usual(x[:, :-1]), usual(x[:, -1:])], dim=1)
+    adapters = add_adapters(model, {"a": LoraSection()}, model_path="org/base", seed=0)
+    assert not make_engine(adapters.model, adapters=["<a>"]).batched
+    assert "requests cannot have different adapters" in caplog.text
 
 
 def switched_off(model):

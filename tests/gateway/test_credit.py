@@ -10,7 +10,7 @@ import pytest
 
 from tests.kit.toy import StubEngine, gateway_of, ids_of
 from tuner.errors import TunerError
-from tuner.gateway import Session, SessionLimits
+from tuner.gateway import Roles, Session, SessionLimits
 from tuner.rollouts.chat_models import PlainChatModel
 
 USER: list[Any] = [{"role": "user", "content": "hi"}]
@@ -31,6 +31,49 @@ async def test_a_role_names_the_calls_of_one_agent_in_process_and_over_http() ->
         await model(USER)
         assert [call.role for call in model.calls] == ["planner", "planner", None]
         assert [call.response["content"] for call in planner.calls] == ["a", "b"]
+
+
+ROLES = {"writer": "<writer>", "critic": "<critic>", "judge": None}
+
+
+async def test_a_role_chooses_the_adapter_by_its_key_or_as_the_model_of_a_request() -> None:
+    """In each dialect; the call is recorded under the role in either case."""
+    engine = StubEngine(["x"])
+    async with gateway_of(engine, Roles({**ROLES, "default": "<other>"})) as gateway:
+        model = PlainChatModel(gateway.open_session("r"))
+        for role in ("writer", "judge", "someone"):
+            await model.role(role)(USER)
+        await model(USER)
+        client, claude = model.client, model.anthropic_client
+        of_critic: dict[str, Any] = {"model": "critic"}
+        await client.chat.completions.create(messages=USER, **of_critic)
+        streamed = await client.chat.completions.create(messages=USER, stream=True, **of_critic)
+        assert [chunk async for chunk in streamed]
+        await client.completions.create(prompt="hi", **of_critic)
+        await client.responses.create(input="hi", **of_critic)
+        await claude.messages.create(messages=USER, max_tokens=9, **of_critic)
+        assert engine.adapters == ["<writer>", None, "<other>", "<other>", *["<critic>"] * 5]
+        named = ["writer", "judge", "someone", None, *["critic"] * 5]
+        assert [call.role for call in model.calls] == named
+        listed = [one.id async for one in client.models.list()]
+        assert listed == ["tiny", "writer", "critic", "judge", "default"]
+
+
+async def test_a_call_without_an_adapter_is_refused_and_the_roles_are_named() -> None:
+    engine = StubEngine(["x"])
+    async with gateway_of(engine, Roles(ROLES)) as gateway:
+        session = gateway.open_session("r")
+        model = PlainChatModel(session)
+        both = model.role("writer").client.chat.completions.create(messages=USER, model="critic")
+        for work, text in (
+            (model(USER), "the call names no role: model.adapters has writer, critic, judge"),
+            (model.role("editor")(USER), "role 'editor' has no adapter: model.adapters has writer"),
+            (both, "model is 'critic', but the API key is that of role 'writer'"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=text):
+                await work
+        assert engine.adapters == []
+        assert session.calls == ()
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a.b", "x" * 65, "ä"])

@@ -19,7 +19,7 @@ from tuner.engines.base import (
     SamplingParams,
     TokenSink,
 )
-from tuner.gateway import ChatRenderer, Gateway
+from tuner.gateway import ChatRenderer, Gateway, Roles
 
 TEMPLATE = """
 {%- if tools %}
@@ -148,6 +148,7 @@ class StubEngine:
 
     def __post_init__(self) -> None:
         self.requests: list[tuple[tuple[int, ...], SamplingParams, str]] = []
+        self.adapters: list[str | None] = []
         self.gate = asyncio.Event()
         self.gate.set()
         self.waiting = 0
@@ -170,8 +171,11 @@ class StubEngine:
         sampling: SamplingParams,
         session: str,
         sink: TokenSink | None = None,
+        *,
+        adapter: str | None = None,
     ) -> Generation:
         self.requests.append((tuple(prompt_ids), sampling, session))
+        self.adapters.append(adapter)
         item = self.script[min(len(self.requests), len(self.script)) - 1]
         self.waiting += 1
         try:
@@ -235,9 +239,11 @@ class StubEngine:
 
 
 @contextlib.asynccontextmanager
-async def gateway_of(engine: StubEngine, **settings: object) -> AsyncIterator[Gateway]:
+async def gateway_of(
+    engine: StubEngine, roles: Roles | None = None, **settings: object
+) -> AsyncIterator[Gateway]:
     renderer = ChatRenderer(tokenizer(), **settings)  # type: ignore[arg-type]
-    gateway = Gateway(engine, renderer, model_name="tiny")
+    gateway = Gateway(engine, renderer, model_name="tiny", roles=roles)
     try:
         yield gateway
     finally:

@@ -68,6 +68,16 @@ async def test_a_session_is_opened_used_judged_and_ended(asking):
     )
 
 
+async def test_a_role_is_served_by_its_adapter_and_others_are_told_the_roles(tmp_path):
+    async with served(tmp_path, "model.adapters={solver: {}, checker: frozen}") as asking:
+        id_, key = await asking.opened()
+        for role in ("solver", "checker"):
+            await say(asking.client(f"{key}.{role}"), [], "2+40?")
+        with pytest.raises(openai.BadRequestError, match=r"model\.adapters has solver, checker"):
+            await say(asking.client(key), [], "2+40?")
+        assert [one.call.role for one in asking.calls(id_)] == ["solver", "checker"]
+
+
 async def test_halves_of_surrogate_pairs_are_stored_as_given_and_shown_as_u_fffd(asking):
     text = "a\udc00\ud83db"
     task, metadata = {text: [text]}, {"user": {text: None}}

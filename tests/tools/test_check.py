@@ -65,6 +65,19 @@ def test_verdict_shows_prompt_mask_rewards_and_costs_and_writes_nothing(prepared
     assert not (tmp_path / "runs").exists()
 
 
+def test_adapters_of_roles_are_described(prepared):
+    async def ask_both(task, model):
+        for role in ("writer", "critic"):
+            text = await answer(model.role(role), task["question"])
+        return WorkflowOutput(response=text)
+
+    roles = "model.adapters={writer: {lora_rank: 2}, critic: {lora_rank: 4}}"
+    verdict = check_run(prepared(ask_both, roles))
+    assert "LoRA adapters of writer, critic with 0.00M parameters" in verdict.text
+    assert "s per step" in verdict.text
+    assert "completed, reward" in verdict.text
+
+
 def test_rollouts_of_which_one_was_cut_off_or_that_teach_nothing_are_doubtful(prepared):
     enough = (f"model.model_path={TINY_MATH}", "model.max_response_tokens=100")
     verdict = check_run(

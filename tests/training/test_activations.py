@@ -11,7 +11,9 @@ from tests.kit.builders import call, trace
 from tests.training.configured import training
 from tests.training.exact import model_of as model_of_kind
 from tests.training.lora import wrapped
+from tuner.config.schema import LoraSection
 from tuner.engines.transformers.passes import causal_model
+from tuner.runs.models import add_adapters
 from tuner.traces import TokenTree
 from tuner.training.batch import build_batch
 from tuner.training.forward.layouts import exact_forward
@@ -247,3 +249,11 @@ def test_compiled_layers_took_on_a_gpu_what_is_predicted(hidden, mlp, tokens, me
 def test_models_of_other_kinds_are_taken_for_ones_with_a_gated_mlp():
     found = Activations.of(model_of_kind("gemma2"))
     assert found.kept(10, checkpointing=False) > found.kept(10, checkpointing=True) > 0
+
+
+def test_a_pass_has_one_of_several_adapters():
+    model, alone = model_of_kind("qwen3"), model_of_kind("qwen3")
+    sections = {role: LoraSection(lora_rank=rank) for role, rank in (("a", 8), ("b", 2))}
+    add_adapters(model, sections, model_path="m", seed=0)
+    wrapped(alone, lora_rank=8)
+    assert Activations.of(model) == Activations.of(alone)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from tuner.rollouts.groups import BatchLog, TrainingGroups
 from tuner.runs.history import History
 from tuner.runs.metrics import batch_metrics, has_signal
 from tuner.runs.notices import SignalHistory, equal_groups
-from tuner.runs.sources import comparable, off_policy_batch
+from tuner.runs.sources import by_role, comparable, off_policy_batch
 from tuner.runs.stack import selection
 from tuner.tasks.selection import Curriculum
 from tuner.traces import Origin, Outcome, TraceStore
@@ -234,6 +235,62 @@ def test_a_rollout_without_a_trained_token_has_no_vote(algorithm, filters):
         assert signals[0] == signals[1]
 
     test()
+
+
+CALLS = st.lists(
+    st.tuples(
+        st.sampled_from(["writer", "critic", "guard", "other", None]),
+        st.integers(1, 3),  # sampled tokens
+        st.sampled_from(["", "undelivered", "excluded"]),
+        st.sampled_from([None, 0.0, 1.0]),  # its own reward
+    ),
+    max_size=4,
+)
+ATTEMPTS = st.lists(
+    st.tuples(CALLS, st.sampled_from([None, 0.0, 1.0]), st.booleans()), min_size=2, max_size=6
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ATTEMPTS)
+def test_every_token_is_of_one_role_and_a_role_sees_no_other(attempts):
+    """Trained by the adapter of its role or dropped with a reason; what a role is trained on does
+    not change if the others make no calls."""
+    config = load_config(overrides=["model.adapters={writer: {}, guard: frozen, default: {}}"])
+    key = {"writer": "writer", "guard": "guard"}
+    build = partial(build_batch, selection=selection(config))
+    traces = []
+    for number, (calls, reward, final) in enumerate(attempts):
+        made = [
+            replace(
+                call(f"{role}-{number}-{place}", [1], [2] * tokens, [-1.0] * tokens),
+                role=role,
+                reward=own,
+                **({state: True} if state else {}),
+            )
+            for place, (role, tokens, state, own) in enumerate(calls)
+        ]
+        outcome = Outcome.WORKFLOW_ERROR if reward is None else Outcome.COMPLETED
+        fields = {"outcome": outcome, "reward": reward, "final": final or number < 2}
+        traces.append(trace(number % 2, number, made, **fields))
+    found = by_role(config, traces, build)
+    assert list(found.of_roles) == ["writer", "default"]
+    assert found.sampled_tokens == sum(one.sampled_tokens for one in traces)
+    assert found.sampled_tokens == found.trained_tokens + sum(found.dropped_tokens.values())
+    guards = [c.sampled_tokens for one in traces for c in one.calls if c.role == "guard"]
+    assert found.dropped_tokens.get("frozen_role", 0) == sum(guards)
+    metrics = batch_metrics(found)
+    assert metrics["tokens/trained"] == found.trained_tokens
+    for role, batch in found.of_roles.items():
+        assert {key.get(row.call_id.split("-")[0], "default") for row in batch.rows} <= {role}
+        alone = [
+            replace(one, calls=tuple(c for c in one.calls if key.get(c.role, "default") == role))
+            for one in traces
+        ]
+        same = by_role(config, alone, build).of_roles[role]
+        assert (same.rows, same.ids) == (batch.rows, batch.ids)
+        assert same.rewards_R.tolist() == batch.rewards_R.tolist()
+        assert same.dropped_tokens == batch.dropped_tokens
 
 
 @pytest.mark.parametrize("silenced", [SILENCED[name] for name in ("excluded_call", "greedy_call")])

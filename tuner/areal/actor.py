@@ -17,7 +17,7 @@ from tuner.areal.shared_run import Run
 from tuner.areal.trajectory_batch import Place, gathered, scattered, to_batch
 from tuner.errors import ConfigError, TrainingError
 from tuner.runs.directory import TRAINER_STATE
-from tuner.runs.models import StoredAdapter, load_model
+from tuner.runs.models import Adapter, StoredAdapter, load_model
 from tuner.runs.stack import build_trainer, selection
 from tuner.training.batch import Batch
 from tuner.training.scoring import ScoredBatch
@@ -282,6 +282,7 @@ class PPOActor:
         else:
             weights = StoredAdapter(str(path), "the adapter of actor.load,").weights()
             self._hold_generation()
+            assert isinstance(stack.adapter, Adapter), "build_trainer() refuses those of roles"
             stack.adapter.load(weights)
         trainer.load(path / TRAINER_STATE)
         self.update_weights()

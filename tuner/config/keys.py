@@ -110,7 +110,7 @@ def _shown(value: Any) -> str:
 
 # A suggestion below SIMILAR would be a guess; the tests have typical typos.
 SIMILAR = 0.7
-SAME_SECTION = 0.15
+SAME_SECTION = 0.2
 # AgentScope's names of some keys.
 OTHER_NAMES = {
     "learning_rate": "algorithm.optimizer.lr",
@@ -166,9 +166,11 @@ def nearest(path: str, known_keys: Iterable[str] | None = None) -> str | None:
     best = max(known_paths() if known_keys is None else known_keys, key=similarity)
     if similarity(best) < SIMILAR:
         return None
-    for index in (part for part in parts if part.isdecimal()):
-        best = best.replace("*", index, 1)
-    return best
+    found = best.split(".")
+    for place, part in enumerate(parts[: len(found)]):
+        if found[place] == "*":
+            found[place] = part  # an index, or a name
+    return ".".join(found)
 
 
 @dataclass
@@ -291,9 +293,10 @@ def require_model_libraries(config: RunConfig) -> None:
         MissingDependencyError: Names the setting and the library.
         ModelLoadError: See `located`.
     """
-    if config.model.lora is not None and find_spec("peft") is None:
+    if config.model.loras and find_spec("peft") is None:
         raise MissingDependencyError(
-            f"model.lora_configs needs peft, which is not installed: {pip_install('lora')}"
+            f"{next(iter(config.model.loras))} needs peft, which is not installed: "
+            f"{pip_install('lora')}"
         )
     for setting, path in _model_paths(config):
         place = located(path, setting) if path else None

@@ -81,10 +81,15 @@ def _places(config: RunConfig, key: str) -> Iterator[tuple[str, Section, str]]:
     *parts, name = key.split(".")
     for part in parts:
         if part == "*":
-            found = [(f"{at}{i}.", one) for at, many in found for i, one in enumerate(many)]
+            found = [(f"{at}{i}.", one) for at, many in found for i, one in _numbered(many)]
         else:
             found = [(f"{at}{part}.", getattr(section, part)) for at, section in found]
-    return ((f"{at}{name}", section, name) for at, section in found if section is not None)
+    return ((f"{at}{name}", section, name) for at, section in found if isinstance(section, Section))
+
+
+def _numbered(many: Any) -> Iterable[tuple[Any, Any]]:
+    """The items of a list by index, or of a dict by name."""
+    return many.items() if isinstance(many, Mapping) else enumerate(many)
 
 
 def _holds(conditions: Mapping[str, Any], config: RunConfig, given: Mapping[str, Any]) -> bool:

@@ -11,7 +11,7 @@ import functools
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import UnionType
@@ -779,6 +779,10 @@ WHERE = ("spread", "uncertain", "best")
 _FUNCTION = re.compile(r"[^:]+:[^:]+")
 
 _OF_PATH = "or that of the adapter at `path`"
+FROZEN = "frozen"
+ANY_ROLE = "default"
+"""The key of `model.adapters` for calls of other roles, and of none."""
+RoleName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 TOOL_CALL_PARSER = "Reads tool calls out of the model's text; null leaves the text as it is."
 REASONING_PARSER = "Reads `<think>` out of the model's text; null leaves the text as it is."
 
@@ -1007,7 +1011,7 @@ class EngineSection(Section):
 
 
 class LoraSection(Section):
-    """`model.lora_configs[]`: the adapter that is trained."""
+    """`model.lora_configs[]`, `model.adapters.*`: an adapter that is trained."""
 
     path: str | None = Field(
         default=None,
@@ -1054,6 +1058,21 @@ class LoraSection(Section):
         if value is not None and (not value or any(not name for name in value)):
             raise ValueError("must name at least one layer; remove it for the default")
         return value
+
+
+RoleAdapter = Annotated[
+    Annotated[LoraSection, Tag("adapter")] | Annotated[Literal["frozen"], Tag("frozen")],
+    Discriminator(lambda given: FROZEN if isinstance(given, str) else "adapter"),
+]
+"""Weights of a role: its adapter, or `frozen` for the model without one."""
+
+
+def role_key(roles: Container[str], role: str | None) -> str | None:
+    """The key of `model.adapters` for a call's role; None if the call has no adapter and is not
+    frozen."""
+    if role is not None and role in roles:
+        return role
+    return ANY_ROLE if ANY_ROLE in roles else None
 
 
 class ModelSection(Section):
@@ -1106,10 +1125,38 @@ class ModelSection(Section):
             raise ValueError("only one adapter can be trained; keep one of them")
         return () if value is None else value
 
+    adapters: Annotated[dict[RoleName, RoleAdapter], null_is(dict)] = Field(
+        default_factory=dict,
+        description="A LoRA adapter for each role that calls (`model.role(name)`, or `name` as a "
+        "request's model), with the keys of `lora_configs`; or `frozen`: the model without one. "
+        "`default` is for other calls ([training](agents.md#a-policy-for-each-role)). Not set: "
+        "all calls have the same weights.",
+    )
+
+    @field_validator("adapters", mode="before")
+    @classmethod
+    def _of_roles(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value and all(one == FROZEN for one in value.values()):
+            raise ValueError("Input should have an adapter: nothing is trained if all are frozen")
+        return value
+
     @property
     def lora(self) -> LoraSection | None:
-        """The adapter that is trained; None if all weights are."""
+        """The adapter that is trained for all calls; None if all weights are, or roles have
+        their own."""
         return self.lora_configs[0] if self.lora_configs else None
+
+    @property
+    def trained_roles(self) -> tuple[str, ...]:
+        """The roles with an adapter, in order."""
+        return tuple(role for role, one in self.adapters.items() if one != FROZEN)
+
+    @property
+    def loras(self) -> dict[str, LoraSection]:
+        """Every adapter that is trained, by the key of its settings."""
+        found = {f"model.lora_configs.{i}": one for i, one in enumerate(self.lora_configs)}
+        of_roles = {f"model.adapters.{role}": one for role, one in self.adapters.items()}
+        return found | {key: one for key, one in of_roles.items() if isinstance(one, LoraSection)}
 
 
 class BranchingSection(Section):

@@ -458,6 +458,7 @@ PATHS = (
 PATHS_OR_NAMES = (
     "model.model_path",
     "model.lora_configs.*.path",
+    "model.adapters.*.path",
     "model.critic_model_path",
     "explorer.rollout_model.model_path",
     "explorer.auxiliary_models.*.model_path",
@@ -507,6 +508,7 @@ def absolute_paths(
     if not isinstance(value, str) or not value or "${" in value or at in without:
         return value
     pattern = ".".join("*" if part.isdecimal() else part for part in at.split("."))
+    pattern = re.sub(r"^model\.adapters\.[^.]*", "model.adapters.*", pattern)  # a role
     if pattern in PATHS:
         return absolute(value, folder)
     if pattern in PATHS_OR_NAMES:

@@ -236,6 +236,7 @@ class Engine(Protocol):
         session: str,
         sink: TokenSink | None = None,
         so_far: Generation | None = None,
+        adapter: str | None = None,
     ) -> Generation:
         """Sample one completion. Cancelling the awaiting task frees the request's slot.
 
@@ -246,6 +247,8 @@ class Engine(Protocol):
                 as
                 if they had been sampled now, and the whole completion is returned. Requires
                 `capabilities.can_go_on`.
+            adapter: Name of the adapter to sample with; None: the model without one, or with its
+                only one.
 
         Raises:
             ContextLengthError: The prompt leaves no room for a single token.

@@ -134,6 +134,7 @@ class ServedEngine(RequestEngine):
         session: str,
         sink: TokenSink | None = None,
         so_far: Generation | None = None,
+        adapter: str | None = None,
     ) -> Generation:
         """See `Engine.generate`."""
         self._check(sampling)

@@ -54,6 +54,7 @@ class Progress:
         sink: Receives each token.
         cached_tokens: Prompt tokens reused when the request was first admitted; -1 before that.
         cancelled: Nobody waits for it any more.
+        adapter: Name of its adapter; None: as in `Engine.generate`.
     """
 
     prompt_ids: list[int]
@@ -70,6 +71,7 @@ class Progress:
     cached_tokens: int = -1
     finish_reason: FinishReason | None = None
     cancelled: bool = False
+    adapter: str | None = None
 
     def token_ids(self) -> list[int]:
         """Prompt and completion so far, on which the next token depends."""

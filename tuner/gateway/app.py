@@ -29,6 +29,7 @@ from tuner.gateway.service import (
     Events,
     Replay,
     Reply,
+    Roles,
     Service,
     StreamReply,
     in_loop,
@@ -188,9 +189,10 @@ class Gateway:
             "template" leaves it out, "keep" restores the sampled tokens.
         opening: Address for HTTP clients, opened when first needed; None is a free port of
             loopback.
+        roles: The adapter of each role; a request may also name a role as its model.
 
     Attributes:
-        service: The first four arguments.
+        service: The first four arguments, and the roles.
         warned: The settings that `Session.warn_once` has warned of.
         shared: Sessions that other processes use, by their owner's key.
 
@@ -206,9 +208,10 @@ class Gateway:
         model_name: str,
         reasoning: ReasoningPolicy = "template",
         opening: Opening | None = None,
+        roles: Roles | None = None,
     ) -> None:
         self._where = opening
-        self.service = Service(engine, renderer, model_name, reasoning)
+        self.service = Service(engine, renderer, model_name, reasoning, roles or Roles())
         self.warned: set[str] = set()
         self.shared: dict[str, Session] = {}
         self._sessions: dict[str, Session] = {}
@@ -394,7 +397,8 @@ class Gateway:
                 if name := path.removeprefix(MODELS)[1:]:
                     session.check_model(name)
                     return Reply(200, json_text(form.model(name)).encode())
-                return Reply(200, json_text(form.models(self.service.model_name)).encode())
+                names = (self.service.model_name, *self.service.roles.adapters)
+                return Reply(200, json_text(form.models(names)).encode())
             return await self._reply(session, role, f"{method} {path}", kind, headers, body)
         except RequestError as error:
             return Reply(error.status, kind.error(error), headers=error.headers)

@@ -95,14 +95,18 @@ class Pending:
         with self._lock:
             self._closed = True
 
-    async def generation(self, engine: Engine, session: str, *, piecewise: bool) -> Generation:
+    async def generation(
+        self, engine: Engine, session: str, *, piecewise: bool, adapter: str | None = None
+    ) -> Generation:
         """The tokens of the script, followed by those that the engine samples for the session.
 
         Args:
             piecewise: Whether a reader wants each token of the script separately.
+            adapter: The engine's name of the adapter to sample with.
         """
+        more: dict[str, Any] = {} if adapter is None else {"adapter": adapter}
         if self.given is None:
-            return await engine.generate(self.prompt.ids, self.sampling, session, self)
+            return await engine.generate(self.prompt.ids, self.sampling, session, self, **more)
         so_far = self.given.generation
         for token in zip(so_far.completion_ids, so_far.logprobs, so_far.versions, strict=True):
             self.push(*token)
@@ -110,7 +114,7 @@ class Pending:
                 await asyncio.sleep(0)
         if self.given.whole:
             return so_far
-        return await engine.generate(self.prompt.ids, self.sampling, session, self, so_far)
+        return await engine.generate(self.prompt.ids, self.sampling, session, self, so_far, **more)
 
 
 # From sampled token ids to pieces of the message they spell, as they arrive.
@@ -315,7 +319,7 @@ class Completion:
         key: Its idempotency key, or None.
 
     Raises:
-        RequestError: It names another model.
+        RequestError: It names another model, or a role without an adapter.
     """
 
     id: str
@@ -334,7 +338,7 @@ class Completion:
         self.session = session
         self.service = session.service
         self.request = request
-        self._role = role
+        self._role = self.service.roles.asked(request.model, role)
         self._dialect: Dialect = dialect
         self._prefix, self.committed = prefix, False
         self._arrived, self._loop = asyncio.Event(), asyncio.get_running_loop()
@@ -530,7 +534,8 @@ class Completion:
         """One generation for each choice; if one fails the others are cancelled."""
         engine, name = self.service.engine, self.session.id
         piecewise = self.request.stream
-        work = [one.generation(engine, name, piecewise=piecewise) for one in self._sampled]
+        how: Any = {"piecewise": piecewise, "adapter": self.service.roles.adapter(self._role)}
+        work = [one.generation(engine, name, **how) for one in self._sampled]
         if len(work) == 1:
             return [await work[0]]
         tasks = [asyncio.ensure_future(one) for one in work]

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from tuner.config.schema import ANY_ROLE, role_key
 from tuner.encoding import json_text
 from tuner.engines.base import Engine, Generation
 from tuner.errors import ConfigError
@@ -27,6 +28,44 @@ _LONG_WORK = ThreadPoolExecutor(4, "tuner-prompts")
 
 
 @dataclass(frozen=True)
+class Roles:
+    """The adapters that calls are sampled with.
+
+    Attributes:
+        adapters: The engine's name of each role's adapter; None is the model without one. Empty:
+            all calls are sampled with the same weights.
+    """
+
+    adapters: Mapping[str, str | None] = field(default_factory=dict)
+
+    def asked(self, model: str, role: str | None) -> str | None:
+        """The role of a request: that of its key, or the one that it names as its model.
+
+        Raises:
+            RequestError: They differ, or the role has no adapter.
+        """
+        if model in self.adapters and role not in (None, model):
+            raise RequestError(
+                f"model is {model!r}, but the API key is that of role {role!r}: use "
+                f"model.role({model!r}), or the model's own name",
+                path=("model",),
+            )
+        role = model if model in self.adapters else role
+        if self.adapters and role_key(self.adapters, role) is None:
+            told = "the call names no role" if role is None else f"role {role!r} has no adapter"
+            raise RequestError(
+                f"{told}: model.adapters has {', '.join(self.adapters)}; call model.role(name), "
+                f"name a role as the request's model, or add {ANY_ROLE} to model.adapters"
+            )
+        return role
+
+    def adapter(self, role: str | None) -> str | None:
+        """The engine's name of a role's adapter."""
+        key = role_key(self.adapters, role)
+        return None if key is None else self.adapters[key]
+
+
+@dataclass(frozen=True)
 class Service:
     """Engine, renderer and settings that serve a gateway's requests (see `Gateway`).
 
@@ -38,6 +77,7 @@ class Service:
     renderer: ChatRenderer
     model_name: str
     reasoning: ReasoningPolicy
+    roles: Roles = Roles()
 
     def __post_init__(self) -> None:
         if self.reasoning == "keep" and not self.renderer.reads_reasoning:

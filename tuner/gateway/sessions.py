@@ -894,7 +894,7 @@ class Session(Access):
 
     def check_model(self, model: str) -> None:
         """Reject a request for another model than the session's."""
-        if model not in (self.model_name, *self.other_names):
+        if model not in (self.model_name, *self.other_names, *self.service.roles.adapters):
             raise RequestError(
                 f"model is {model!r}, but this key's model is {self.model_name!r}",
                 status=404,

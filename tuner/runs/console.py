@@ -224,6 +224,9 @@ class ConsoleMonitor:
         parts = [f"step {step}/{self._total}"] if step else ["before training:"]
         if "reward/mean" in metrics:
             parts.append(f"reward {metrics['reward/mean']:.3f}")
+        for name, value in metrics.items():
+            if name.startswith("role/") and name.endswith("/reward"):
+                parts.append(f"{name.split('/')[1]} {value:.3f}")
         parts += _evaluations(metrics, "held-out" if step else "held-out reward")
         parts += [f"{name} {metrics[key]:.3f}" for key, name in _SHOWN.items() if key in metrics]
         if "rows/trained" in metrics:

@@ -336,8 +336,13 @@ def reported(directory: RunDirectory, report: Report) -> Iterator[None]:
 # Whether an interrupted run can be resumed: with the same settings, rows and weights.
 
 
-# Settings that name weights which a run starts from, or is compared with.
-WEIGHTS = ("model.model_path", "model.critic_model_path", "model.lora_configs.0.path")
+# Settings that name weights which a run starts from, or is compared with. `*` is a role.
+WEIGHTS = (
+    "model.model_path",
+    "model.critic_model_path",
+    "model.lora_configs.0.path",
+    "model.adapters.*.path",
+)
 
 # Settings that may change when a run is resumed, on every backend: its location, its reports and
 # its distribution over machines, nothing that changes what is learned. `*` is any part of a key.
@@ -436,14 +441,13 @@ def check_same_run(
     if os.path.lexists(data_file):
         remedy = "delete it if the datasets are as they were: it is written again"
         data = DIGESTS.document(data_file, remedy)
-        unknown = set(WEIGHTS) - (data.keys() & fingerprint.keys())  # earlier version's, Hub's
-        changes += [
-            f"the weights at {name} have changed"
-            if name in WEIGHTS
-            else f"the rows of dataset {name!r} have changed"
-            for name in sorted((data.keys() | fingerprint.keys()) - unknown)
-            if data.get(name) != fingerprint.get(name)
-        ]
+        for name in sorted(data.keys() | fingerprint.keys()):
+            weights = any(fnmatchcase(name, one) for one in WEIGHTS)
+            if weights and not (name in data and name in fingerprint):
+                continue  # of an earlier version, or on the Hub
+            if data.get(name) != fingerprint.get(name):
+                what = f"the weights at {name}" if weights else f"the rows of dataset {name!r}"
+                changes.append(f"{what} have changed")
     if changes:
         raise ConfigError(
             f"{directory.path} holds a run that was started differently: {'; '.join(changes)}. "

@@ -12,10 +12,15 @@ import torch
 from tuner.config.algorithms import ADVANTAGES, AdvantageName, GiGPOAdvantage
 from tuner.runs.estimates import estimate, passes, rewards_by_task
 from tuner.traces import Outcome, TokenTree, Trace
-from tuner.training.batch import Batch, Row
+from tuner.training.batch import Batch, RoleBatches, Row
 from tuner.training.scoring import call_returns, row_rewards, state_advantages, states
 
 RECOMPUTED = "tokens/recomputed"
+# Metrics of a batch that are added up over the roles with adapters.
+_SUMS = frozenset(
+    {"tokens/trained", "tokens/row", "tokens/unique", "tokens/replayed", "tokens/cut_again"}
+    | {"groups/used"}
+)
 
 
 def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
@@ -112,8 +117,12 @@ def evaluation_metrics(
     return metrics
 
 
-def batch_metrics(batch: Batch, advantage: AdvantageName = "step_wise_grpo") -> dict[str, float]:
+def batch_metrics(
+    batch: Batch | RoleBatches, advantage: AdvantageName = "step_wise_grpo"
+) -> dict[str, float]:
     """Where the step's tokens went, and how many groups and states have something to tell."""
+    if isinstance(batch, RoleBatches):
+        return _metrics_of_roles(batch, advantage)
     metrics: dict[str, float] = {"tokens/sampled": batch.sampled_tokens, **tree_metrics(batch.rows)}
     if batch.replayed_tokens:
         metrics["tokens/replayed"] = batch.replayed_tokens
@@ -131,6 +140,27 @@ def batch_metrics(batch: Batch, advantage: AdvantageName = "step_wise_grpo") -> 
         if ADVANTAGES[advantage].needs_group:
             metrics["groups/zero_variance"] = _mean(quiet)
     return metrics | (state_metrics(batch) if advantage == "gigpo" else {})
+
+
+def _metrics_of_roles(batches: RoleBatches, advantage: AdvantageName) -> dict[str, float]:
+    """The metrics of each role's batch as `role/<name>/...`, with the mean reward of its calls; and
+    sums and means of all roles under the usual names."""
+    metrics: dict[str, float] = {}
+    totals: Counter[str] = Counter()
+    for role, batch in batches.of_roles.items():
+        of_role = batch_metrics(batch, advantage)
+        totals.update({key: value for key, value in of_role.items() if key in _SUMS})
+        if batch.rows:
+            of_role["reward"] = float(row_rewards(batch).mean())
+        metrics |= {f"role/{role}/{key}": value for key, value in of_role.items()}
+    totals["tokens/sampled"] = batches.sampled_tokens
+    metrics |= totals
+    metrics["tokens/merge_ratio"] = totals["tokens/row"] / (totals["tokens/unique"] or 1)
+    metrics |= {f"tokens/dropped/{why}": count for why, count in batches.dropped_tokens.items()}
+    metrics |= {f"rollouts/dropped/{why}": n for why, n in batches.dropped_rollouts.items()}
+    quiet = "groups/zero_variance"
+    shares = [one for key, one in metrics.items() if key.endswith(f"/{quiet}")]
+    return metrics | ({quiet: _mean(shares)} if shares else {})
 
 
 def tree_metrics(rows: Sequence[Row]) -> dict[str, float]:
@@ -152,7 +182,7 @@ def tree_metrics(rows: Sequence[Row]) -> dict[str, float]:
     }
 
 
-def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
+def staleness_metrics(batch: Batch | RoleBatches, version: int) -> dict[str, float]:
     """Updates between the weights that sampled a trained token and those that it trains; nobody can
     count them where another run's weights did.
 
@@ -195,7 +225,7 @@ def state_metrics(batch: Batch) -> dict[str, float]:
 
 
 def has_signal(
-    batch: Batch,
+    batch: Batch | RoleBatches,
     advantage: AdvantageName = "step_wise_grpo",
     turn_discount: float | None = None,
 ) -> bool:
@@ -204,8 +234,11 @@ def has_signal(
     A teacher has something to say of every token. `reinforce` and `reinforceplusplus` compare all
     rewards of a step, `ppo` with a critic too that remembers those of other steps, so a single
     rollout teaches; of `best_of_group` the batch has only what is worth imitating. With a discount
-    from call to call (`RunConfig.call_discount`), what calls lead to counts.
+    from call to call (`RunConfig.call_discount`), what calls lead to counts. One of several roles
+    is enough.
     """
+    if isinstance(batch, RoleBatches):
+        return any(has_signal(one, advantage, turn_discount) for one in batch.of_roles.values())
     if advantage == "gigpo":
         if not batch.rows:
             return False

@@ -503,7 +503,7 @@ def _not_an_adapter(path: str, setting: str) -> str:
     )
 
 
-SETTING = "model.lora_configs.0"
+_SETTING = "model.lora_configs.0"
 # Fields that an adapter from elsewhere may set: sizes and places, and what has no effect on a
 # loaded adapter. Everything else of peft's LoRA (dropout, trained biases or whole modules, DoRA,
 # activation by tokens, ...) must be at its default.
@@ -536,10 +536,12 @@ _ADVICE = {"lora_dropout": "sampling and training must use the same function: se
 
 @dataclass(frozen=True)
 class StoredAdapter:
-    """A stored adapter: its folder or Hub name, and its name in messages."""
+    """A stored adapter: its folder or Hub name, its name in messages, and the key of its
+    settings."""
 
     path: str
     called: str
+    setting: str = _SETTING
 
     def __str__(self) -> str:
         return f"{self.called} {self.path!r}"
@@ -549,7 +551,7 @@ class StoredAdapter:
         sampled function would differ from the trained one, or the saved one."""
         from peft import LoraConfig, PeftConfig
 
-        check_path(self.path, f"{SETTING}.path", what="adapter")
+        check_path(self.path, f"{self.setting}.path", what="adapter")
         with loading(str(self), errors=(ValueError, OSError, TypeError, KeyError)):
             config = PeftConfig.from_pretrained(self.path)
         if not isinstance(config, LoraConfig):
@@ -590,13 +592,15 @@ class StoredAdapter:
             ("lora_alpha", settings.lora_alpha, config.lora_alpha),
         ):
             if mine is not None and mine != theirs:
-                raise ConfigError(f"{SETTING}.{key} is {mine}, but {self} has {theirs}; remove it")
+                raise ConfigError(
+                    f"{self.setting}.{key} is {mine}, but {self} has {theirs}; remove it"
+                )
         recorded = config.base_model_name_or_path
         if recorded and not _same_model(recorded, base):
             raise ModelLoadError(
                 f"{self} was made for the model {recorded!r}, not for {base!r}; set "
                 f"model.model_path to that model or, if they are the same, "
-                f"{SETTING}.base_model_name to {recorded!r}"
+                f"{self.setting}.base_model_name to {recorded!r}"
             )
 
 
@@ -616,28 +620,32 @@ def _same_model(one: str, other: str) -> bool:
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapter of a policy.
+    """An adapter of a policy.
 
     Attributes:
         model: peft's wrapper; the transformers model inside it has the adapter's layers.
         start: The adapter that training began with; None if it was new.
+        name: Its name in peft.
     """
 
     model: PeftModel
     start: StoredAdapter | None = None
+    name: str = "default"
 
     @property
     def trained_parameters(self) -> int:
-        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        return sum(p.numel() for name, p in self.model.named_parameters() if self._has(name))
+
+    def _has(self, parameter: str) -> bool:
+        return f".{self.name}." in f"{parameter}."
 
     def __str__(self) -> str:
         """What is trained and what is frozen, for people."""
-        frozen = sum(p.numel() for p in self.model.parameters() if not p.requires_grad)
-        base: Any = self.model.base_model
-        layers = len(base.targeted_module_names)
+        parts = [name for name, _ in self.model.named_parameters() if self._has(name)]
+        layers = len({name.partition(".lora_")[0] for name in parts})
         return (
             f"training a LoRA adapter: {self.trained_parameters:,} parameters in {layers} layers, "
-            f"with {frozen:,} frozen parameters"
+            f"with {_frozen(self.model):,} frozen parameters"
         )
 
     def reference(self) -> AdapterReference:
@@ -651,14 +659,62 @@ class Adapter:
         """Load the weights of an adapter of the same form, by peft's names."""
         from peft import set_peft_model_state_dict
 
-        set_peft_model_state_dict(self.model, dict(weights))
+        set_peft_model_state_dict(self.model, dict(weights), adapter_name=self.name)
 
     def save(self, folder: Path) -> None:
         """Write peft's `adapter_config.json` and `adapter_model.safetensors`."""
         with quiet_transformers():
             self.model.save_pretrained(
-                str(folder), selected_adapters=["default"], save_embedding_layers=False
+                str(folder), selected_adapters=[self.name], save_embedding_layers=False
             )
+
+
+class RoleAdapters(dict[str, Adapter]):
+    """The trained adapters of a policy, by role. While none is `alone`, all have gradients, and
+    only an engine that is told the adapter of each request computes with the model."""
+
+    @property
+    def model(self) -> PeftModel:
+        return next(iter(self.values())).model
+
+    @property
+    def trained_parameters(self) -> int:
+        return sum(one.trained_parameters for one in self.values())
+
+    def __str__(self) -> str:
+        each = ", ".join(f"{role} {one.trained_parameters:,}" for role, one in self.items())
+        return (
+            f"training a LoRA adapter for each role: {each} parameters, with "
+            f"{_frozen(self.model):,} frozen parameters"
+        )
+
+    @contextmanager
+    def alone(self, role: str) -> Iterator[None]:
+        """Let the model compute with a role's adapter, and train no other, while the block runs."""
+        self.model.set_adapter(self[role].name)
+        try:
+            yield
+        finally:
+            self.rest()
+
+    def rest(self) -> None:
+        base: Any = self.model.base_model
+        base.set_adapter([one.name for one in self.values()])
+
+    def save(self, folder: Path) -> None:
+        """Write a folder for each role, as `Adapter.save` does."""
+        for role, adapter in self.items():
+            adapter.save(folder)
+            (folder / adapter.name).replace(folder / role)
+
+
+def peft_name(role: str) -> str:
+    """The name of a role's adapter in peft, which looks for names inside names."""
+    return f"<{role}>"
+
+
+def _frozen(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters() if not p.requires_grad)
 
 
 def require_peft() -> None:
@@ -668,7 +724,8 @@ def require_peft() -> None:
             import peft  # noqa: F401  # only to see whether it is installed and works
     except ImportError as error:
         raise MissingDependencyError(
-            f"model.lora_configs needs the library peft ({error}): {pip_install('lora')}"
+            f"LoRA (model.lora_configs, model.adapters) needs the library peft ({error}): "
+            f"{pip_install('lora')}"
         ) from error
 
 
@@ -689,66 +746,144 @@ def add_adapter(
         seed: For a new adapter's random first factor.
         checkpoint: Folder of an adapter to resume from, in place of a new one or that at `path`.
     """
-    from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+    new = _NewAdapter.of(model, settings, _SETTING, model_path, checkpoint)
+    return new.added(model, "default", seed=derive_seed(seed, "lora"))
 
-    base = settings.base_model_name or model_path
-    start = StoredAdapter(settings.path, f"the adapter {SETTING}.path =") if settings.path else None
-    source = StoredAdapter(str(checkpoint), "the checkpoint") if checkpoint else start
-    if source:
-        config = source.config()
-        if checkpoint is None:
-            source.check_agrees(config, settings, base)
-    else:
-        config = LoraConfig(
-            task_type="CAUSAL_LM",
-            r=settings.lora_rank or DEFAULT_RANK,
-            lora_alpha=settings.lora_alpha or DEFAULT_ALPHA,
-            target_modules=_names(settings.target_modules) or DEFAULT_TARGETS,
-            exclude_modules=_names(settings.exclude_modules),
+
+def add_adapters(
+    model: PreTrainedModel,
+    settings: Mapping[str, LoraSection],
+    *,
+    model_path: str,
+    seed: int,
+    checkpoint: Path | None = None,
+) -> RoleAdapters:
+    """Add an adapter for each role to `model`, and freeze the model's weights; see `add_adapter`.
+
+    Args:
+        settings: By role. An adapter does not depend on those of other roles.
+        checkpoint: Folder with a folder for each role.
+    """
+    new = {
+        role: _NewAdapter.of(
+            model, one, f"model.adapters.{role}", model_path, checkpoint and checkpoint / role
         )
-        _check_names(model, settings)
-    recorded = config.base_model_name_or_path
-    config.base_model_name_or_path = None  # peft would use the folder's name, and print a message
-    shared = _shared_layers(model)
-    sight = sight_of(model)
-    if sight is not None and not sight.trained and config.exclude_modules is None:
-        config.exclude_modules = rf"(?!{re.escape(decoder_name(model))}\.).*"
-    try:
-        # peft warns of deprecated names that it uses, and of tied layers, which are rejected below.
-        with torch.random.fork_rng(devices=[]), quiet_library("peft"):
-            torch.manual_seed(derive_seed(seed, "lora"))
-            wrapped: Any = get_peft_model(model, config)
-    except (ValueError, TypeError, NotImplementedError) as error:
-        first = next(iter(str(error).strip().splitlines()), "no reason given")
+        for role, one in settings.items()
+    }
+    found = RoleAdapters()
+    for role, one in new.items():
+        wrapped = found.model if found else None
+        seed_of_role = derive_seed(seed, "lora", role)
+        found[role] = one.added(model, peft_name(role), seed=seed_of_role, wrapped=wrapped)
+    found.rest()
+    return found
+
+
+@dataclass(frozen=True)
+class _NewAdapter:
+    """An adapter that is being added to a model.
+
+    Attributes:
+        key: The key of its settings.
+        start: The adapter that training begins with; `source` is that of a checkpoint, or the same.
+        shared: Layers of the model that cannot have an adapter, as `_shared_layers` names them.
+        linear: The model's linear layers, for messages.
+    """
+
+    config: LoraConfig
+    settings: LoraSection
+    key: str
+    model_path: str
+    start: StoredAdapter | None
+    source: StoredAdapter | None
+    shared: set[str]
+    linear: str
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        settings: LoraSection,
+        key: str,
+        model_path: str,
+        checkpoint: Path | None,
+    ) -> _NewAdapter:
+        """Check the settings with a model that has no adapter yet."""
+        from peft import LoraConfig
+
+        start = None
+        if settings.path:
+            start = StoredAdapter(settings.path, f"the adapter {key}.path =", key)
+        source = StoredAdapter(str(checkpoint), "the checkpoint", key) if checkpoint else start
         if source:
-            raise ModelLoadError(f"{source} does not fit this model: {first}") from error
-        raise ConfigError(
-            f"{SETTING}.target_modules is {settings.target_modules or DEFAULT_TARGETS!r} and "
-            f"exclude_modules {settings.exclude_modules!r}: {first} This model's linear layers "
-            f"are {_linear_layers(model)}"
-        ) from error
-    targeted = wrapped.base_model.targeted_module_names
-    if both := shared & set(targeted):
-        raise ConfigError(
-            f"{SETTING}.target_modules: an adapter on {' and '.join(sorted(both))} could not be "
-            "merged, because this model's input embeddings and output layer are one matrix "
-            "(tie_word_embeddings); remove them"
-        )
-    config.base_model_name_or_path = base
-    if isinstance(config.target_modules, set):
-        config.target_modules = sorted(config.target_modules)  # equal runs write equal files
-    if source:
-        weights = source.weights()
+            config = source.config()
+            if checkpoint is None:
+                source.check_agrees(config, settings, settings.base_model_name or model_path)
+        else:
+            config = LoraConfig(
+                task_type="CAUSAL_LM",
+                r=settings.lora_rank or DEFAULT_RANK,
+                lora_alpha=settings.lora_alpha or DEFAULT_ALPHA,
+                target_modules=_names(settings.target_modules) or DEFAULT_TARGETS,
+                exclude_modules=_names(settings.exclude_modules),
+            )
+            _check_names(model, settings, key)
+        sight = sight_of(model)
+        if sight is not None and not sight.trained and config.exclude_modules is None:
+            config.exclude_modules = rf"(?!{re.escape(decoder_name(model))}\.).*"
+        shared, linear = _shared_layers(model), _linear_layers(model)
+        return cls(config, settings, key, model_path, start, source, shared, linear)
+
+    def added(
+        self, model: PreTrainedModel, name: str, *, seed: int, wrapped: Any = None
+    ) -> Adapter:
+        """Add it to the model, or to peft's wrapper of it, under a name."""
+        from peft import get_peft_model, set_peft_model_state_dict
+
+        config, settings, source = self.config, self.settings, self.source
+        recorded = config.base_model_name_or_path
+        config.base_model_name_or_path = None  # peft would use the folder's name, and print it
         try:
-            found: Any = set_peft_model_state_dict(wrapped, weights)
-        except RuntimeError as error:  # the sizes differ
-            raise _other_model(source, model_path, recorded, str(error)) from error
-        if unmatched := [*found.unexpected_keys, *(k for k in found.missing_keys if "lora_" in k)]:
-            raise _other_model(source, model_path, recorded, f"such as {unmatched[0]}")
-    return Adapter(wrapped, start)
+            # peft warns of deprecated names that it uses, and of tied layers, which are rejected
+            # below.
+            with torch.random.fork_rng(devices=[]), quiet_library("peft"):
+                torch.manual_seed(seed)
+                if wrapped is None:
+                    wrapped = get_peft_model(model, config, adapter_name=name)
+                else:
+                    wrapped.add_adapter(name, config)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            first = next(iter(str(error).strip().splitlines()), "no reason given")
+            if source:
+                raise ModelLoadError(f"{source} does not fit this model: {first}") from error
+            raise ConfigError(
+                f"{self.key}.target_modules is {settings.target_modules or DEFAULT_TARGETS!r} and "
+                f"exclude_modules {settings.exclude_modules!r}: {first} This model's linear layers "
+                f"are {self.linear}"
+            ) from error
+        targeted = wrapped.base_model.targeted_module_names
+        if both := self.shared & set(targeted):
+            raise ConfigError(
+                f"{self.key}.target_modules: an adapter on {' and '.join(sorted(both))} could not "
+                "be merged, because this model's input embeddings and output layer are one matrix "
+                "(tie_word_embeddings); remove them"
+            )
+        config.base_model_name_or_path = settings.base_model_name or self.model_path
+        if isinstance(config.target_modules, set):
+            config.target_modules = sorted(config.target_modules)  # equal runs write equal files
+        if source:
+            weights = source.weights()
+            try:
+                found: Any = set_peft_model_state_dict(wrapped, weights, adapter_name=name)
+            except RuntimeError as error:  # the sizes differ
+                raise _other_model(source, self.model_path, recorded, str(error)) from error
+            missing = [key for key in found.missing_keys if "lora_" in key and f".{name}" in key]
+            if unmatched := [*found.unexpected_keys, *missing]:
+                raise _other_model(source, self.model_path, recorded, f"such as {unmatched[0]}")
+        return Adapter(wrapped, self.start, name)
 
 
-def _check_names(model: PreTrainedModel, settings: LoraSection) -> None:
+def _check_names(model: PreTrainedModel, settings: LoraSection, setting: str) -> None:
     """Check that every given name is one of the model's; peft checks that one of them is."""
     modules = [name for name, module in model.named_modules() if not any(module.children())]
     for key in ("target_modules", "exclude_modules"):
@@ -765,14 +900,14 @@ def _check_names(model: PreTrainedModel, settings: LoraSection) -> None:
                 )
             except re.error as error:
                 raise ConfigError(
-                    f"{SETTING}.{key} is {name!r}: not a regular expression ({error})"
+                    f"{setting}.{key} is {name!r}: not a regular expression ({error})"
                 ) from None
             if not known:
                 hint = ""
                 if isinstance(given, str) and re.fullmatch(r"\w+", given):
                     hint = f"; a string is a regex for a whole name, [{given}] is a list"
                 raise ConfigError(
-                    f"{SETTING}.{key}: no layer of this model is called {name!r}{hint}; its linear "
+                    f"{setting}.{key}: no layer of this model is called {name!r}{hint}; its linear "
                     f"layers are {_linear_layers(model)}"
                 )
 
@@ -809,11 +944,13 @@ def _names(given: str | tuple[str, ...] | None) -> str | list[str] | None:
 
 
 def save_policy(
-    model: PreTrainedModel, adapter: Adapter | None, tokenizer: Any, folder: Path
+    model: PreTrainedModel, adapter: Adapter | RoleAdapters | None, tokenizer: Any, folder: Path
 ) -> None:
-    """Save the adapter, or else the model, and the tokenizer."""
+    """Save the adapter, those of all roles, or else the model; and the tokenizer."""
     if adapter is None:
         return save_model(model, tokenizer, folder)
     adapter.save(folder)
     tokenizer.save_pretrained(folder)
     save_processor(model, folder)
+    for role in adapter if isinstance(adapter, RoleAdapters) else ():
+        tokenizer.save_pretrained(folder / role)  # each folder can be used alone

@@ -32,7 +32,7 @@ from tuner.engines.transformers.slots import FIRST_CAPACITY
 from tuner.engines.vllm.client import TrainerWeights, VllmProcess, VllmServer, transfer_backends
 from tuner.engines.vllm.core import VllmSettings, check_for_vllm
 from tuner.errors import ConfigError, MissingDependencyError, pip_install
-from tuner.runs.models import checkpoint_tensors, model_folder
+from tuner.runs.models import checkpoint_tensors, model_folder, peft_name
 from tuner.training.forward.layouts import HEAP_BLOCK, free_bytes
 from tuner.training.forward.rows import pack_tokens
 from tuner.training.memory import Activations
@@ -378,7 +378,7 @@ def _on_one_gpu(config: RunConfig, needs: Needs, machine: Machine) -> DevicePlac
     sleeps = config.tuner.engine.sleep
     if sleeps is None:
         sleeps = config.synchronizer.sync_offset == 0
-    if sleeps and config.model.lora is not None and needs.weights > machine.memory:
+    if sleeps and config.model.loras and needs.weights > machine.memory:
         raise ConfigError(
             f"while vLLM sleeps, the adapter's base model of {_gib(needs.weights)} waits in main "
             f"memory, of which {_gib(machine.memory)} are free; set tuner.engine.sleep to false"
@@ -589,7 +589,7 @@ def choose_engine(
     else:
         try:
             if adapter is not None:
-                _rank(adapter)
+                _rank(adapter, config)
             choose_placement(served.applied(config), needs(), machine)
             return served
         except ConfigError as error:
@@ -648,6 +648,7 @@ def build_engine(
             deterministic=config.tuner.deterministic,
             version=version,
             enforce_eager=config.explorer.rollout_model.enforce_eager,
+            adapters=[peft_name(role) for role in config.model.trained_roles],
         )
         return shared, None
     if config.explorer.rollout_model.engine_type == "vllm":
@@ -663,7 +664,7 @@ def build_engine(
     if config.explorer.rollout_model.engine_type == "sglang":
         servers, check = _sglang_servers(config, dtype, max_model_len, end_ids), check_for_sglang
     else:
-        rank = None if adapter is None else _rank(adapter)
+        rank = None if adapter is None else _rank(adapter, config)
         settings = vllm_settings(config, dtype, max_model_len, end_ids, rank, placement, path)
         if settings.transfer is not None:  # weights that are not sent as a checkpoint
             weights, ranks = partial(checkpoint_tensors, model), settings.tensor_parallel_size
@@ -699,7 +700,7 @@ def _sides(
         where = "the trainer's gpu" if placement.mode == "colocate" else "other gpus"
     return DeviceShares(
         where,
-        adapter=config.model.lora is not None,
+        adapter=bool(config.model.loras),
         backends=transfer_backends() if machine.gpus else frozenset(),
         size=size,
         shared_memory=_room(),
@@ -806,23 +807,25 @@ def _folder(config: RunConfig, path: WeightPath, size: int) -> Path:
     return folder
 
 
-def _rank(adapter: Any) -> int:
-    """Rank of an adapter; raises ConfigError if vLLM cannot serve its kind."""
-    (settings,) = adapter.peft_config.values()
-    unfit = {
-        "use_dora": settings.use_dora,
-        "modules_to_save": settings.modules_to_save,
-        "bias": settings.bias != "none" and settings.bias,
-        "rank_pattern": settings.rank_pattern,
-        "alpha_pattern": settings.alpha_pattern,
-    }
-    for name, value in unfit.items():
-        if value:
-            raise ConfigError(
-                f"the adapter at model.lora_configs.0.path has {name} {value!r}, which vLLM does "
-                "not serve; set explorer.rollout_model.engine_type to transformers"
-            )
-    return int(settings.r)
+def _rank(adapter: Any, config: RunConfig) -> int:
+    """Highest rank of the adapters; raises ConfigError if vLLM cannot serve one of their kind."""
+    ranks = []
+    for key, settings in zip(config.model.loras, adapter.peft_config.values(), strict=True):
+        ranks.append(int(settings.r))
+        unfit = {
+            "use_dora": settings.use_dora,
+            "modules_to_save": settings.modules_to_save,
+            "bias": settings.bias != "none" and settings.bias,
+            "rank_pattern": settings.rank_pattern,
+            "alpha_pattern": settings.alpha_pattern,
+        }
+        for name, value in unfit.items():
+            if value:
+                raise ConfigError(
+                    f"the adapter at {key}.path has {name} {value!r}, which vLLM does not serve; "
+                    "set explorer.rollout_model.engine_type to transformers"
+                )
+    return max(ranks)
 
 
 def _require_vllm(config: RunConfig) -> None:

@@ -37,7 +37,7 @@ from tuner.tasks.datasets import LazyRows, row_text
 from tuner.traces import Outcome, Trace
 from tuner.traces.reading import Count, JsonReader
 from tuner.traces.store import closed
-from tuner.training.trainer import PolicyTrainer
+from tuner.training.trainer import PolicyTrainer, RoleTrainers
 
 Task = dict[str, Any]
 
@@ -147,7 +147,12 @@ class RunRecord:
         for tracker in self._trackers:
             tracker.show(step, name, traces)
 
-    def save(self, step: int, trainer: PolicyTrainer, save_weights: Callable[[Path], None]) -> None:
+    def save(
+        self,
+        step: int,
+        trainer: PolicyTrainer | RoleTrainers,
+        save_weights: Callable[[Path], None],
+    ) -> None:
         """Write the checkpoint of a step.
 
         Args:
@@ -295,9 +300,13 @@ def open_directory(config: RunConfig, data: Mapping[str, Sequence[Task]]) -> Ite
 def fingerprints(config: RunConfig, data: Mapping[str, Sequence[Task]]) -> dict[str, str]:
     """Identify the rows of a run's datasets and its initial weights."""
     found = {name: fingerprint_of(tasks) for name, tasks in data.items()}
-    adapter = config.model.lora.path if config.model.lora else None
-    paths = (config.model.model_path, config.model.critic_model_path, adapter)
-    for name, path in zip(WEIGHTS, paths, strict=True):
+    model = config.model
+    paths: dict[str, str | None] = {
+        WEIGHTS[0]: model.model_path,
+        WEIGHTS[1]: model.critic_model_path,
+    }
+    paths |= {f"{key}.path": lora.path for key, lora in model.loras.items()}
+    for name, path in paths.items():
         if path and (place := located(path, name)) and (weights := fingerprint_of_weights(place)):
             found[name] = weights
     return found

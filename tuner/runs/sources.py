@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from tuner.config import RunConfig
 from tuner.config.algorithms import ADVANTAGES, ALGORITHMS
-from tuner.config.schema import HistorySection, Penalize
+from tuner.config.schema import HistorySection, Penalize, role_key
 from tuner.errors import ConfigError, DatasetError
 from tuner.rollouts import Rollouts
 from tuner.rollouts.branching import branching_of
@@ -35,6 +36,7 @@ from tuner.tasks.selection import Curriculum, batch_indices, planned_steps, rows
 from tuner.traces import Call, Outcome, RolloutId, Trace, untrainable, without_vote
 from tuner.training.batch import (
     Batch,
+    RoleBatches,
     Selection,
     TeacherPrompt,
     build_batch,
@@ -251,7 +253,7 @@ class StepData:
         recorded: Rollouts that were recorded before this process.
     """
 
-    batch: Batch | RecordedBatch
+    batch: Batch | RoleBatches | RecordedBatch
     metrics: dict[str, float]
     traces: Sequence[Trace] | None = None
     worth: EffectiveSamples | None = None
@@ -274,7 +276,7 @@ class StepData:
                 "time/training": whole,
                 "tokens_per_second": self.batch.trained_tokens / whole,
             }
-        assert isinstance(self.batch, Batch), "rows of recorded data are not rollouts"
+        assert not isinstance(self.batch, RecordedBatch), "rows of recorded data are not rollouts"
         sampled, traces = self.batch.sampled_tokens, self.traces
         if self.recorded:
             traces = [trace for trace in traces if trace.id not in self.recorded]
@@ -398,14 +400,15 @@ class RolloutSource(Source):
         with record.timeline.span("waiting for rollouts", step=step):
             collected = await groups.take(step)
         self._latest = traces = collected.traces
-        batch = build_batch(
-            traces,
+        build = partial(
+            build_batch,
             penalty=penalty_of(config),
             selection=selection(config),
             oldest=version - _oldest(config) if groups.ahead else 0,
             unfinished=collected.unfinished,
             teacher_prompt=self._teacher_prompt,
         )
+        batch = by_role(config, traces, build)
         name = config.algorithm.advantage_fn
         metrics = {**rollout_metrics(traces), **batch_metrics(batch, name)}
         metrics["signal"] = float(has_signal(batch, name, config.call_discount))
@@ -483,14 +486,32 @@ class RolloutSource(Source):
         await self._groups.cancel()
 
 
+def by_role(
+    config: RunConfig, traces: Sequence[Trace], build: Callable[[Sequence[Trace]], Batch]
+) -> Batch | RoleBatches:
+    """The batch of a step, or those of the roles with adapters."""
+    roles = config.model.adapters
+    if not roles:
+        return build(traces)
+    trained = config.model.trained_roles
+    return RoleBatches.of(traces, trained, lambda call: role_key(roles, call.role), build)
+
+
 def _oldest(config: RunConfig) -> int:
     """Maximum age of a trained token, in updates."""
     limit = config.algorithm.sample_strategy_args.max_staleness
     return config.synchronizer.sync_offset if limit is None else limit
 
 
-def _explored(batch: Batch) -> Batch:
+def _explored(batch: Batch | RoleBatches) -> Batch | RoleBatches:
     """A batch whose rollouts are recorded and not trained."""
+    if isinstance(batch, RoleBatches):
+        of_roles = {role: _explored_batch(one) for role, one in batch.of_roles.items()}
+        return replace(batch, of_roles=of_roles)
+    return _explored_batch(batch)
+
+
+def _explored_batch(batch: Batch) -> Batch:
     tokens = {**batch.dropped_tokens, "explored": batch.trained_tokens}
     return replace(batch, rows=(), dropped_tokens=tokens)
 

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tuner.config import RunConfig
-from tuner.config.schema import AlgorithmSection
+from tuner.config.schema import FROZEN, AlgorithmSection
 from tuner.encoding import NotText, read_text_file
 from tuner.engines import TrainingEngine
 from tuner.engines.images import ImageLimits
@@ -25,7 +25,7 @@ from tuner.engines.transformers.engine import TransformersEngine
 from tuner.engines.transformers.model_shape import length_limit
 from tuner.engines.transformers.sight import Sight, sight_of, train_sight
 from tuner.errors import ConfigError
-from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults, SessionLimits
+from tuner.gateway import ChatRenderer, Gateway, Roles, SamplingDefaults, SessionLimits
 from tuner.gateway.families.renderer import SystemPrompt
 from tuner.rollouts import RolloutRunner, RolloutSettings
 from tuner.rollouts.chat_models import chat_model, default_kind
@@ -33,13 +33,16 @@ from tuner.rollouts.worker_pool import Pool, opening_of, pool_of
 from tuner.runs.auxiliary import AuxiliaryModels
 from tuner.runs.models import (
     Adapter,
+    RoleAdapters,
     ServedCopy,
     add_adapter,
+    add_adapters,
     check_same_vocabulary,
     choose_device,
     choose_dtype,
     load_model,
     load_tokenizer,
+    peft_name,
     require_peft,
     save_policy,
     stop_at_turns,
@@ -58,7 +61,7 @@ from tuner.tasks.functions import end_run
 from tuner.tasks.loading import without_collection
 from tuner.training.batch import Overlong, Selection, TeacherPrompt, own_prompt
 from tuner.training.references import Reference
-from tuner.training.trainer import PolicyTrainer
+from tuner.training.trainer import PolicyTrainer, RoleTrainers
 
 # Settings of rollouts and of the trainer, from the configuration.
 
@@ -127,8 +130,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Stack:
-    """The parts of a run on one machine. The trainer owns `model`, including its adapter if
-    there is one. The engine over transformers generates with the same model, unless
+    """The parts of a run on one machine. The trainer owns `model`, including its adapters if
+    there are some. The engine over transformers generates with the same model, unless
     generation continues during training; every other engine uses a copy.
 
     Attributes:
@@ -144,7 +147,7 @@ class Stack:
     """
 
     model: PreTrainedModel
-    adapter: Adapter | None
+    adapter: Adapter | RoleAdapters | None
     tokenizer: Any
     engine: TrainingEngine
     gateway: Gateway
@@ -204,7 +207,7 @@ class Stack:
         if isinstance(self.engine, ServedEngine):
             await self.engine.start()
 
-    async def publish(self, trainer: PolicyTrainer) -> None:
+    async def publish(self, trainer: PolicyTrainer | RoleTrainers) -> None:
         """Update the engine to the trainer's weights, between two tokens of running requests."""
         async with self.engine.pause():
             if self.served is not None:
@@ -255,9 +258,9 @@ def build_stack(
     kind = default_kind()
     workers = pool_of(config, workflow, judge, kind) if apart else None
     device = choose_device(config.tuner.device)
-    path, lora, adapter = config.model.model_path, config.model.lora, None
+    path, adapter = config.model.model_path, None
     dtype = choose_dtype(config.tuner.dtype, device)
-    if lora is None:
+    if not config.model.loras:
         setting = "model.model_path" if weights is None else "the checkpoint to resume from"
         model = load_model(str(weights or path), device=device, dtype=dtype, setting=setting)
         check_sight(config, model)
@@ -265,9 +268,7 @@ def build_stack(
         require_peft()
         model = load_model(path, device=device, dtype=dtype)
         check_sight(config, model)
-        adapter = add_adapter(
-            model, lora, model_path=path, seed=config.tuner.seed, checkpoint=weights
-        )
+        adapter = _adapter(model, config, weights)
     tokenizer = load_tokenizer(path)
     renderer = chat_renderer(
         config, tokenizer, end_ids_of(model.generation_config, tokenizer), sight_of(model)
@@ -319,6 +320,7 @@ def build_stack(
         model_name=path,
         reasoning=config.tuner.reasoning,
         opening=opening_of(workers),
+        roles=roles_of(config),
     )
     teacher = None
     if config.algorithm.advantage_fn == "on_policy_distill":
@@ -361,19 +363,61 @@ def build_stack(
     )
 
 
+def roles_of(config: RunConfig) -> Roles:
+    """The adapters that the calls of roles are sampled with."""
+    adapters = config.model.adapters.items()
+    return Roles({role: None if one == FROZEN else peft_name(role) for role, one in adapters})
+
+
+def _adapter(model: PreTrainedModel, config: RunConfig, checkpoint: Path | None) -> Any:
+    """Add the adapter to a model, or those of all roles."""
+    given: Any = {"model_path": config.model.model_path, "seed": config.tuner.seed}
+    given["checkpoint"] = checkpoint
+    if config.model.lora is not None:
+        return add_adapter(model, config.model.lora, **given)
+    settings = {key.rpartition(".")[2]: one for key, one in config.model.loras.items()}
+    return add_adapters(model, settings, **given)
+
+
+def build_trainers(
+    config: RunConfig, stack: Stack, *, total_steps: int
+) -> PolicyTrainer | RoleTrainers:
+    """Create the trainer for the stack's model, or those of the roles with adapters."""
+    if not isinstance(stack.adapter, RoleAdapters):
+        return build_trainer(config, stack, total_steps=total_steps)
+    make = partial(_trainer, config, stack, total_steps=total_steps)
+    each = {role: partial(make, adapter) for role, adapter in stack.adapter.items()}
+    return RoleTrainers(each, stack.adapter.alone)
+
+
 def build_trainer(config: RunConfig, stack: Stack, *, total_steps: int) -> PolicyTrainer:
     """Create the trainer for the stack's model; its reference is always the initial model of
-    the run."""
+    the run.
+
+    Raises:
+        ConfigError: Roles have their own adapters, each of which needs a trainer.
+    """
+    if isinstance(stack.adapter, RoleAdapters):
+        raise ConfigError(
+            "model.adapters is set, but only tune() and `tuner run` train roles with their own "
+            "adapters: set model.lora_configs instead"
+        )
+    return _trainer(config, stack, stack.adapter, total_steps=total_steps)
+
+
+def _trainer(
+    config: RunConfig, stack: Stack, adapter: Adapter | None, *, total_steps: int
+) -> PolicyTrainer:
     budget = micro_batch_tokens(config, stack.engine.capabilities.max_model_len)
     config = for_trainer(config, total_steps, budget)
     reference: Reference | None = None
-    if config.uses_reference and stack.adapter is not None:
-        reference = stack.adapter.reference()
+    if config.uses_reference and adapter is not None:
+        reference = adapter.reference()
     elif config.uses_reference and stack.engine.version > 0:
         reference = load_model(
             config.model.model_path, device=stack.model.device, dtype=stack.model.dtype
         )
-    policy = stack.model if stack.adapter is None else stack.adapter.model
+    policy = stack.model if adapter is None else adapter.model
     return PolicyTrainer(
         policy,
         config,

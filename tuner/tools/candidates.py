@@ -19,7 +19,7 @@ from typing import Any
 
 from tuner.config import RemoteModel, RunConfig
 from tuner.config.keys import check_path, located
-from tuner.config.schema import LoraSection, SynchronizerSection
+from tuner.config.schema import FROZEN, LoraSection, SynchronizerSection
 from tuner.config.source import PACKAGE, lookup
 from tuner.errors import ConfigError, TrainingError, TunerError
 from tuner.gateway import SamplingDefaults, Session
@@ -54,7 +54,8 @@ class Candidate:
     Attributes:
         name: Display name.
         path: Folder of a model or an adapter, or a model as in `model.model_path`.
-        base: An adapter's model, as in `model.model_path`; else None.
+        base: The model of an adapter, or of those of roles, as in `model.model_path`; else None.
+        roles: The folder has an adapter for each of these.
         run: The run it comes from, if available.
         step: The step of that run.
     """
@@ -64,14 +65,15 @@ class Candidate:
     base: str | None = None
     run: RunDirectory | None = None
     step: int | None = None
+    roles: tuple[str, ...] = ()
 
     @property
     def recorded_base(self) -> str | None:
         """The model named in an adapter's config; None if this is not an adapter."""
-        if not (Path(self.path) / ADAPTER_CONFIG).is_file():
+        file = Path(self.path, *self.roles[:1], ADAPTER_CONFIG)
+        if not file.is_file():
             return None
-        config = OBJECTS.document(Path(self.path) / ADAPTER_CONFIG, "export or train it again")
-        return config.get("base_model_name_or_path") or None
+        return OBJECTS.document(file, "export or train it again").get("base_model_name_or_path")
 
 
 def find_candidate(given: str | Path) -> Candidate:
@@ -89,7 +91,7 @@ def find_candidate(given: str | Path) -> Candidate:
     # A folder of projects is often also called checkpoints.
     if is_run(folder) or run.checkpoint_steps():
         return _newest(run)
-    if not any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
+    if not (_roles(folder) or any((folder / name).is_file() for name in _WEIGHTS)):
         raise TunerError(
             f"{given} is not a run, a checkpoint or a model: it has no checkpoints/, "
             f"{ADAPTER_CONFIG} or config.json; give <checkpoint_root_dir>/<project>/<name> or a "
@@ -98,6 +100,14 @@ def find_candidate(given: str | Path) -> Candidate:
     owner = RunDirectory(folder.parent.parent)
     of_run = folder.parent == owner.checkpoints and owner.config.is_file()
     return _of_folder(folder, owner if of_run else None)
+
+
+_WEIGHTS = ("config.json", ADAPTER_CONFIG)
+
+
+def _roles(folder: Path) -> tuple[str, ...]:
+    """Roles of whose adapters a folder has a folder each."""
+    return tuple(sorted(file.parent.name for file in folder.glob(f"*/{ADAPTER_CONFIG}")))
 
 
 def _newest(run: RunDirectory) -> Candidate:
@@ -120,8 +130,9 @@ def _of_folder(folder: Path, run: RunDirectory | None) -> Candidate:
     step = int(number) if run is not None and number.isdecimal() else None
     name = folder.name if run is None else run.path.name
     name = name if step is None else f"{name} step {step}"
-    candidate = Candidate(name, str(folder), None, run, step)
-    if not (folder / ADAPTER_CONFIG).is_file():
+    roles = () if any((folder / one).is_file() for one in _WEIGHTS) else _roles(folder)
+    candidate = Candidate(name, str(folder), None, run, step, roles)
+    if not roles and not (folder / ADAPTER_CONFIG).is_file():
         return candidate
     base = (
         lookup(run.stored_config(), "model.model_path") if run is not None else None
@@ -131,14 +142,14 @@ def _of_folder(folder: Path, run: RunDirectory | None) -> Candidate:
             f"{folder} is an adapter that does not name its model: set "
             f"base_model_name_or_path in {ADAPTER_CONFIG}"
         )
-    return Candidate(name, str(folder), str(base), run, step)
+    return replace(candidate, base=str(base))
 
 
 def of_configuration(config: RunConfig) -> list[Candidate]:
     """The model that a run starts from, and its newest checkpoint if there is one."""
     model, lora = config.model.model_path, config.model.lora
     found = [find_candidate(model)]
-    if lora is not None and lora.path is not None:
+    if lora is not None and lora.path is not None:  # those of roles may begin at different places
         found = [replace(find_candidate(lora.path), base=model)]
     if RunDirectory(config.run_dir).checkpoint_steps():
         found.append(find_candidate(config.run_dir))
@@ -147,11 +158,17 @@ def of_configuration(config: RunConfig) -> list[Candidate]:
 
 def with_weights(config: RunConfig, candidate: Candidate) -> RunConfig:
     """The configuration with a candidate's weights, for generation only."""
-    adapters: tuple[LoraSection, ...] = ()
-    if candidate.base is not None:
-        recorded = candidate.recorded_base
-        adapters = (LoraSection(path=candidate.path, base_model_name=recorded),)
-    weights = {"model_path": candidate.base or candidate.path, "lora_configs": adapters}
+    weights: dict[str, Any] = {"model_path": candidate.base or candidate.path}
+    weights |= {"lora_configs": (), "adapters": {}}
+    adapter = partial(LoraSection, base_model_name=candidate.recorded_base)
+    if candidate.roles:
+        stored = {} if candidate.run is None else candidate.run.stored_config()
+        known = lookup(stored, "model.adapters", {})
+        weights["adapters"] = {role: FROZEN for role, one in known.items() if one == FROZEN} | {
+            role: adapter(path=str(Path(candidate.path) / role)) for role in candidate.roles
+        }
+    elif candidate.base is not None:
+        weights["lora_configs"] = (adapter(path=candidate.path),)
     return config.model_copy(
         update={
             "model": config.model.model_copy(update=weights),

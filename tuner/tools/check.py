@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 
 from tuner.config import RunConfig
@@ -21,6 +22,7 @@ from tuner.rollouts.chat_models import default_kind
 from tuner.rollouts.worker_pool import pool_of
 from tuner.runs.directory import run_async
 from tuner.runs.metrics import batch_metrics, has_signal
+from tuner.runs.models import RoleAdapters
 from tuner.runs.notices import CallSettings, call_findings, untrained
 from tuner.runs.placement import generating, layout_of, pass_tokens, peak_of
 from tuner.runs.recorded import Examples
@@ -28,18 +30,19 @@ from tuner.runs.result import Verdict, counted
 from tuner.runs.sources import (
     ComparableGroups,
     batch_of,
+    by_role,
     history_of,
     off_policy_batch,
     training_data,
 )
-from tuner.runs.stack import Stack, build_stack, build_trainer
+from tuner.runs.stack import Stack, build_stack, build_trainer, build_trainers
 from tuner.tasks.functions import where
 from tuner.tasks.selection import planned_steps
 from tuner.traces import Outcome, Trace, TraceStore, without_vote
-from tuner.training.batch import Batch, Row, Selection, build_batch
+from tuner.training.batch import Batch, RoleBatches, Row, Selection, build_batch
 from tuner.training.likelihood import EffectiveSamples, RecordedBatch, effective_samples
 from tuner.training.memory import tokens_of_pass
-from tuner.training.trainer import PolicyTrainer
+from tuner.training.trainer import PolicyTrainer, RoleTrainers
 from tuner.tune import RunPlan
 
 ROLLOUTS = 2
@@ -80,16 +83,17 @@ async def _check(run: RunPlan) -> Verdict:
             )
         final = [trace for trace in traces if trace.final]
         fastest = min(map(_seconds, final))  # the first one also warms up
-        batch = build_batch(
-            traces,
+        build = partial(
+            build_batch,
             selection=Selection(
                 needs_reward=ADVANTAGES[config.algorithm.advantage_fn].needs_reward
             ),
             teacher_prompt=stack.teacher_prompt,
         )
+        batch = by_role(config, traces, build)
         forward = 0.0
         if batch.rows:
-            forward = _forward_seconds(build_trainer(config, stack, total_steps=1), batch)
+            forward = _forward_seconds(build_trainers(config, stack, total_steps=1), batch)
         settings = CallSettings.of(config, stack.engine.capabilities.max_model_len)
         reasons = "" if config.mode == "explore" else untrained(batch_metrics(batch))
         silent = config.mode != "explore" and not has_signal(
@@ -106,10 +110,17 @@ async def _check(run: RunPlan) -> Verdict:
         return Verdict.of(not words[0].startswith("NOT READY"), sections)
 
 
-def _forward_seconds(trainer: PolicyTrainer, batch: Batch | RecordedBatch) -> float:
+def _forward_seconds(
+    trainer: PolicyTrainer | RoleTrainers, batch: Batch | RoleBatches | RecordedBatch
+) -> float:
     """Seconds that a forward pass over the rows of a batch takes."""
     started = time.perf_counter()
-    trainer.compute_logp(batch)
+    if isinstance(trainer, RoleTrainers):
+        assert isinstance(batch, RoleBatches), "each role has a batch"
+        trainer.each(batch, PolicyTrainer.compute_logp)
+    else:
+        assert not isinstance(batch, RoleBatches), "all calls have the same weights"
+        trainer.compute_logp(batch)
     return time.perf_counter() - started
 
 
@@ -257,7 +268,10 @@ def _plan(
 def _trained(stack: Stack) -> str:
     if stack.adapter is None:
         return "all weights"
-    return f"a LoRA adapter of {stack.adapter.trained_parameters / 1e6:.2f}M parameters"
+    size = f"{stack.adapter.trained_parameters / 1e6:.2f}M parameters"
+    if isinstance(stack.adapter, RoleAdapters):
+        return f"LoRA adapters of {', '.join(stack.adapter)} with {size}"
+    return f"a LoRA adapter of {size}"
 
 
 def algorithm_line(config: RunConfig) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import metadata
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from tuner.config.keys import located
-from tuner.config.schema import DEFAULT_RANK
+from tuner.config.schema import DEFAULT_RANK, FROZEN
 from tuner.config.source import GGUF, PACKAGE, lookup
 from tuner.encoding import NotText, read_text_file
 from tuner.errors import ConfigError, TunerError, quiet_library
@@ -88,6 +88,11 @@ def _check(candidate: Candidate, *, merge: bool, dtype: str | None, push: str | 
     if merge and candidate.base is None:
         raise ConfigError(
             f"{candidate.path} holds a full model, so there is nothing to merge: omit --merge"
+        )
+    if merge and candidate.roles:
+        raise ConfigError(
+            f"{candidate.path} has an adapter for each role: merge one of them, such as "
+            f"{Path(candidate.path) / candidate.roles[0]}"
         )
     if dtype is not None and candidate.base is not None and not merge:
         raise ConfigError(
@@ -256,7 +261,7 @@ def model_card(
         [f"# {title}", "", *_introduction(candidate, base)],
         list(_rewards(candidate)),
         list(_training(config)),
-        list(_use(adapter, base, stops)),
+        list(_use(adapter, base, stops, candidate.roles)),
         list(_versions()),
     ]
     text = "\n\n".join("\n".join(lines) for lines in sections if lines)
@@ -283,6 +288,8 @@ def _short(path: Any) -> str:
 
 def _introduction(candidate: Candidate, base: Any) -> Iterator[str]:
     what = "A LoRA adapter" if candidate.base else "All weights"
+    if candidate.roles:
+        what = f"LoRA adapters for the roles {', '.join(candidate.roles)}, one in each folder,"
     if candidate.run is None:
         yield f"{what} of a checkpoint, exported with agentscope-tuner."
     else:
@@ -332,6 +339,7 @@ def _training(config: Mapping[str, Any]) -> Iterator[str]:
     recorded = config.get("mode") == "train"
     source = "trainer_input.experience_buffer" if recorded else "explorer_input.taskset"
     lora = lookup(config, "model.lora_configs", [])
+    lora = lora or [one for one in lookup(config, "model.adapters", {}).values() if one != FROZEN]
     rows = {
         "algorithm": of("algorithm.algorithm_type"),
         "learning rate": of("algorithm.optimizer.lr"),
@@ -369,7 +377,7 @@ def _function(reference: Any) -> str | None:
     return None if reference is None else f"`{str(reference).rpartition('/')[2]}`"
 
 
-def _use(adapter: bool, base: Any, stops: bool) -> Iterator[str]:
+def _use(adapter: bool, base: Any, stops: bool, roles: Sequence[str] = ()) -> Iterator[str]:
     yield "## Use"
     yield ""
     model = _short(base)
@@ -384,8 +392,9 @@ def _use(adapter: bool, base: Any, stops: bool) -> Iterator[str]:
     yield "```"
     if adapter:
         settings = " --generation-config FOLDER" if stops else ""
-        yield f"vllm serve {model} --enable-lora --lora-modules tuned=FOLDER{settings}"
-        yield f"python -m sglang.launch_server --model-path {model} --lora-paths tuned=FOLDER"
+        named = " ".join(f"{role}=FOLDER/{role}" for role in roles) or "tuned=FOLDER"
+        yield f"vllm serve {model} --enable-lora --lora-modules {named}{settings}"
+        yield f"python -m sglang.launch_server --model-path {model} --lora-paths {named}"
     else:
         yield "vllm serve FOLDER"
         yield "python -m sglang.launch_server --model-path FOLDER"
@@ -399,7 +408,11 @@ def _use(adapter: bool, base: Any, stops: bool) -> Iterator[str]:
         yield "from peft import PeftModel"
         yield ""
         yield f'base = AutoModelForCausalLM.from_pretrained("{model}")'
-        yield 'model = PeftModel.from_pretrained(base, "FOLDER")'
+        first, *others = roles or ("",)
+        named = f'/{first}", adapter_name="{first}' if first else ""
+        yield f'model = PeftModel.from_pretrained(base, "FOLDER{named}")'
+        for role in others:
+            yield f'model.load_adapter("FOLDER/{role}", adapter_name="{role}")'
         if stops:
             yield 'model.generation_config = GenerationConfig.from_pretrained("FOLDER")'
     else:

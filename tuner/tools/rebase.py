@@ -127,6 +127,11 @@ def rebase(
             raise ConfigError(f"{option} is {share:g}: give a share from 0 to 1")
     old = _directory(Path(run))
     before = _configuration(old)
+    if before.model.adapters:
+        raise ConfigError(
+            f"{run} trains an adapter for each role (model.adapters), and such a run cannot be "
+            "rebased: train again with the fixed judge"
+        )
     called = load_function(judge, setting="--judge") if isinstance(judge, str) else judge
     check_judge_function(called)
     environment = None if workflow is not None else named_in(before.tuner)

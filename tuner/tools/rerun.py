@@ -30,7 +30,7 @@ from tuner.rollouts.limits import contained
 from tuner.rollouts.runner import being_cancelled, describe
 from tuner.runs.directory import outside_event_loop, run_async
 from tuner.runs.models import load_tokenizer
-from tuner.runs.stack import build_stack, chat_renderer
+from tuner.runs.stack import build_stack, chat_renderer, roles_of
 from tuner.tasks.functions import (
     Rejected,
     call_judge,
@@ -269,6 +269,7 @@ class _RerunArguments:
             chat_renderer(config, load_tokenizer(path)),
             model_name=path,
             reasoning=config.tuner.reasoning,
+            roles=roles_of(config),
         )
 
     async def _until_its_end(

@@ -226,6 +226,73 @@ class Batch:
         return torch.tensor(of_rows, dtype=torch.long)
 
 
+@dataclass(frozen=True)
+class RoleBatches:
+    """The batches of one step if roles have their own adapters.
+
+    Attributes:
+        of_roles: The batch of each role that is trained: what it would be if the rollouts had the
+            calls of this role only.
+        frozen_tokens: Tokens sampled in the calls of all other roles.
+    """
+
+    of_roles: Mapping[str, Batch]
+    frozen_tokens: int
+
+    @staticmethod
+    def of(
+        traces: Sequence[Trace],
+        trained: Iterable[str],
+        role_of: Callable[[Call], str | None],
+        build: Callable[[Sequence[Trace]], Batch],
+    ) -> RoleBatches:
+        """Divide the calls of a step's rollouts.
+
+        Args:
+            trained: The roles that are trained.
+            role_of: The role of a call.
+            build: Makes the batch of the calls of a role.
+        """
+
+        def with_calls(role: str) -> list[Trace]:
+            return [
+                replace(trace, calls=tuple(call for call in trace.calls if role_of(call) == role))
+                for trace in traces
+            ]
+
+        of_roles = {role: build(with_calls(role)) for role in trained}
+        sampled = sum(trace.sampled_tokens for trace in traces)
+        return RoleBatches(of_roles, sampled - sum(b.sampled_tokens for b in of_roles.values()))
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The rows of all roles."""
+        return tuple(row for batch in self.of_roles.values() for row in batch.rows)
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(batch.trained_tokens for batch in self.of_roles.values())
+
+    @property
+    def sampled_tokens(self) -> int:
+        return self.frozen_tokens + sum(b.sampled_tokens for b in self.of_roles.values())
+
+    @property
+    def dropped_tokens(self) -> dict[str, int]:
+        """As in `Batch`; those of roles that are not trained are `frozen_role`."""
+        dropped = Counter({"frozen_role": self.frozen_tokens})
+        for batch in self.of_roles.values():
+            dropped.update(batch.dropped_tokens)
+        return {reason: count for reason, count in sorted(dropped.items()) if count}
+
+    @property
+    def dropped_rollouts(self) -> dict[str, int]:
+        """Rollouts that no role is trained on, by the reason that all of them have."""
+        every = [batch.dropped_rollouts for batch in self.of_roles.values()]
+        least = {reason: min(one.get(reason, 0) for one in every) for reason in every[0]}
+        return {reason: count for reason, count in least.items() if count}
+
+
 def unreplayed(call: Call) -> str | None:
     """As `untrainable`, where no grammar, penalty or bias is replayed to compare like with like."""
     held = "edited_call" if call.sampling.edits_logits else None

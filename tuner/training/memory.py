@@ -47,7 +47,8 @@ Experts count with those that a token uses. Other kinds of layers are treated li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,7 +114,9 @@ class Activations:
         attention = getattr(model.config, "_attn_implementation", None)
         masked = attention == "eager" if layout == "tree" else layout == "packed"
         masked &= attention in ("sdpa", "eager")
-        adapted = list(_adapted_matrices(model))
+        by_name = _adapted_matrices(model)
+        # Of several adapters, a pass has one.
+        adapted = max(by_name.values(), key=lambda one: _adapter_bytes(one, each), default=[])
         settings = _Pass(each, masked, compiled, bool(adapted), *_norms(model, width))
         configs = layer_configs(config)
         kinds = list(getattr(config, "layer_types", None) or [""] * len(configs))
@@ -279,11 +282,14 @@ def _norms(model: PreTrainedModel, width: int) -> tuple[int, bool, bool]:
     return max(2, len(of_states) // depth), bool(of_queries), exact
 
 
-def _adapted_matrices(model: nn.Module) -> Iterator[tuple[str, int, int]]:
-    """For each matrix with a LoRA adapter: its module, its input's width, the rank."""
+def _adapted_matrices(model: nn.Module) -> dict[str, list[tuple[str, int, int]]]:
+    """Of each LoRA adapter, for each matrix: its module, its input's width, the rank."""
+    found: dict[str, list[tuple[str, int, int]]] = defaultdict(list)
     for name, module in model.named_modules():
-        for adapter in getattr(module, "lora_A", {}).values():
-            yield name.rpartition(".")[0], adapter.in_features, adapter.out_features
+        for adapter, one in getattr(module, "lora_A", {}).items():
+            sizes = one.in_features, one.out_features
+            found[adapter].append((name.rpartition(".")[0], *sizes))
+    return found
 
 
 def _adapter_bytes(matrices: Sequence[tuple[str, int, int]], each: int) -> int:

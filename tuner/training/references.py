@@ -54,10 +54,13 @@ class AdapterReference:
         config.inference_mode = True
         if hasattr(config, "init_lora_weights"):
             config.init_lora_weights = True  # other methods also change the weights of the model
+        # Not with the whole name: peft looks for names inside names.
+        role = model.active_adapter.strip("<>") if model.active_adapter.startswith("<") else ""
+        name = f"{_FROZEN} {role}".strip()
         with torch.random.fork_rng(devices=[]):  # it is created with random weights first
-            model.add_adapter(_FROZEN, config)
-        set_peft_model_state_dict(model, dict(weights), adapter_name=_FROZEN)
-        return AdapterReference(model, _FROZEN)
+            model.add_adapter(name, config)
+        set_peft_model_state_dict(model, dict(weights), adapter_name=name)
+        return AdapterReference(model, name)
 
     @contextmanager
     def active(self) -> Iterator[nn.Module]:

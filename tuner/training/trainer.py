@@ -23,12 +23,12 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ from tuner.engines.transformers.model_shape import head_width, layer_windows
 from tuner.engines.transformers.passes import causal_model
 from tuner.errors import TrainingError
 from tuner.traces import TokenTree
-from tuner.training.batch import Batch, Row
+from tuner.training.batch import Batch, RoleBatches, Row
 from tuner.training.forward.head import body
 from tuner.training.forward.layouts import (
     Forward,
@@ -227,6 +227,7 @@ def _fit(old_T: Tensor, returns_T: Tensor) -> dict[str, float]:
 # `logits` are the distinct trained positions.
 
 
+T = TypeVar("T")
 logger = logging.getLogger("tuner")
 
 # Dense TFLOPS in bfloat16 with float32 accumulation, and in float32 without TF32, from NVIDIA's
@@ -385,6 +386,10 @@ class PolicyTrainer:
         critic: A causal LM whose layers become the critic's; by default a copy of the current
             `model`.
         teacher: The teacher of `on_policy_distill`; any architecture with the policy's vocabulary.
+
+    Attributes:
+        step: Number of updates.
+        others: Number of versions of the model in which these weights had no update.
     """
 
     def __init__(
@@ -402,6 +407,7 @@ class PolicyTrainer:
         self.model = model.eval()  # no dropout: sampling and training compute the same function
         self.config = config
         self.step = 0
+        self.others = 0
         self._alarmed = False  # logged once
         self._forward = exact_forward(
             model,
@@ -433,6 +439,11 @@ class PolicyTrainer:
             forward = self._forward if critic is None else None
             self.critic = Critic(critic or copy.deepcopy(model), config, forward=forward)
         self._set_lr()
+
+    @property
+    def version(self) -> int:
+        """Version of the weights, as calls record it."""
+        return self.step + self.others
 
     @property
     def lr(self) -> float:
@@ -566,7 +577,7 @@ class PolicyTrainer:
         if scored.proximal is not None:
             return scored.proximal
         # The age of foreign weights is not a number of updates.
-        wanted = {"auto": batch.stale(self.step), "loglinear": batch.foreign, "recompute": True}
+        wanted = {"auto": batch.stale(self.version), "loglinear": batch.foreign, "recompute": True}
         return (
             self.compute_logp(batch) if wanted.get(config.tuner.algorithm.proximal, False) else None
         )
@@ -609,7 +620,7 @@ class PolicyTrainer:
                 with_entropy=algorithm.entropy_loss.entropy_coef != 0,
             )
             tokens = tokens_of(
-                scored, indices, current, weights_N=weights_N, proximal=proximal, step=self.step
+                scored, indices, current, weights_N=weights_N, proximal=proximal, step=self.version
             )
             loss, parts, sums = micro_batch_loss(algorithm, config.tuner.algorithm, tokens)
             loss.backward()
@@ -703,8 +714,11 @@ class PolicyTrainer:
         await engine.update_weights(self.step)
 
     def save(self, path: Path) -> None:
-        """Write the optimizer state, the critic and the step to `path`; the policy's weights
-        are saved separately.
+        """Write `state` to `path`; the policy's weights are saved separately."""
+        torch.save(self.state(), path)
+
+    def state(self) -> dict[str, Any]:
+        """Optimizer state, critic and step.
 
         The optimizer state includes the master weights; weights of lower precision are rounded from
         them.
@@ -721,7 +735,7 @@ class PolicyTrainer:
         state = {"optimizer": self.optimizer.state_dict(), "step": self.step}
         if self.critic is not None:
             state["critic"] = self.critic.state_dict()
-        torch.save(state, path)
+        return state
 
     def load(self, path: Path) -> None:
         """Restore the result of `save`. The learning rate follows the current settings.
@@ -731,15 +745,10 @@ class PolicyTrainer:
                 critic
                 that the algorithm needs.
         """
-        try:
-            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-            state["optimizer"], state["step"]
-        # errors of pickle, zip and the disk; torch's messages recommend trusting the file
-        except Exception as error:
-            raise TrainingError(
-                f"{path} is missing or damaged ({type(error).__name__}): move {path.parent} away, "
-                "and the run resumes from the previous checkpoint"
-            ) from error
+        self.restore(_stored(path, "optimizer", "step"), path)
+
+    def restore(self, state: Mapping[str, Any], path: Path) -> None:
+        """Restore the result of `state`, which is stored at `path`."""
         self.optimizer.load_state_dict(state["optimizer"])
         if self.critic is not None:
             if "critic" not in state:
@@ -750,3 +759,80 @@ class PolicyTrainer:
             self.critic.load_state_dict(state["critic"])
         self.step = int(state["step"])
         self._set_lr()
+
+
+class RoleTrainers:
+    """A `PolicyTrainer` for the adapter of each role, all over one model.
+
+    A role learns from its own calls, as in a run in which no other role is trained. A role without
+    a trained call in a step is untouched: its weights, its optimizer and its learning rate.
+
+    Args:
+        make: Makes the trainer of each role, while its adapter is alone.
+        alone: Lets the model compute with a role's adapter, and train no other.
+
+    Attributes:
+        step: Number of steps in which a role was updated; the version of the weights.
+    """
+
+    def __init__(
+        self,
+        make: Mapping[str, Callable[[], PolicyTrainer]],
+        alone: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        self.step = 0
+        self._alone = alone
+        self._trainers: dict[str, PolicyTrainer] = {}
+        for role, trainer in make.items():
+            with alone(role):
+                self._trainers[role] = trainer()
+
+    def each(self, batches: RoleBatches, work: Callable[[PolicyTrainer, Batch], T]) -> dict[str, T]:
+        """The result of `work` for each role that has something to train."""
+        found = {}
+        for role, batch in batches.of_roles.items():
+            if batch.rows:
+                trainer = self._trainers[role]
+                trainer.others = self.step - trainer.step
+                with self._alone(role):
+                    found[role] = work(trainer, batch)
+        return found
+
+    def update(
+        self, batches: RoleBatches, work: Callable[[PolicyTrainer, Batch], dict[str, float]]
+    ) -> dict[str, float]:
+        """Train each role on its batch by `work`; returns its metrics, after the role's name."""
+        found = self.each(batches, work)
+        self.step += bool(found)
+        return {f"{role}/{name}": value for role, of in found.items() for name, value in of.items()}
+
+    async def update_weights(self, engine: Engine) -> None:
+        """See `PolicyTrainer.update_weights`."""
+        await engine.update_weights(self.step)
+
+    def save(self, path: Path) -> None:
+        """See `PolicyTrainer.save`."""
+        roles = {role: trainer.state() for role, trainer in self._trainers.items()}
+        torch.save({"roles": roles, "step": self.step}, path)
+
+    def load(self, path: Path) -> None:
+        """See `PolicyTrainer.load`."""
+        state = _stored(path, "roles", "step")
+        self.step = int(state["step"])
+        for role, trainer in self._trainers.items():
+            trainer.restore(state["roles"][role], path)
+
+
+def _stored(path: Path, *keys: str) -> dict[str, Any]:
+    """The state of a trainer on disk, with these keys."""
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        for key in keys:
+            state[key]
+    # errors of pickle, zip and the disk; torch's messages recommend trusting the file
+    except Exception as error:
+        raise TrainingError(
+            f"{path} is missing or damaged ({type(error).__name__}): move {path.parent} away, "
+            "and the run resumes from the previous checkpoint"
+        ) from error
+    return state

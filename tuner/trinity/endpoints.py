@@ -104,6 +104,7 @@ class TrinityVllmEngine(TrinitysEngine):
         session: str,
         sink: TokenSink | None = None,
         so_far: Generation | None = None,
+        adapter: str | None = None,
     ) -> Generation:
         """Like `Engine.generate`. A token's version is the one at the start of the completion."""
         version = self._version = await self._model_version()
@@ -295,6 +296,7 @@ class TinkerEngine(TrinitysEngine):
         session: str,
         sink: TokenSink | None = None,
         so_far: Generation | None = None,
+        adapter: str | None = None,
     ) -> Generation:
         """Like `Engine.generate`. All tokens come from one version of the weights."""
         from tinker import types

@@ -37,6 +37,7 @@ from tuner.engines.transformers.passes import (
     row_pass_of,
     served_model,
 )
+from tuner.engines.transformers.row_adapters import RowAdapters
 from tuner.engines.transformers.sight import sight_of
 from tuner.engines.transformers.slots import FEW_TOKENS, SlotRunner
 from tuner.engines.transformers.threads import taking_turns
@@ -96,6 +97,8 @@ class TransformersEngine(RequestEngine):
         version: Version of the current weights.
         prefill_tokens: Maximum of prompt tokens computed in one forward pass.
         enforce_eager: Record no CUDA graphs (`tuner.engines.transformers.passes`).
+        adapters: peft's names of the adapters that requests may have; requests with different ones
+            are computed together. Empty: all have what peft has switched on.
 
     Raises:
         ConfigError: A size is not positive; `max_model_len` is more than the model supports in
@@ -114,6 +117,7 @@ class TransformersEngine(RequestEngine):
         version: int = 0,
         prefill_tokens: int = 4096,
         enforce_eager: bool = False,
+        adapters: Sequence[str] = (),
     ) -> None:
         sizes = {
             "max_model_len": max_model_len,
@@ -144,6 +148,7 @@ class TransformersEngine(RequestEngine):
             goes_on="always",
             sees=sight_of(self._model) is not None,
         )
+        self._adapters = frozenset(adapters)
         self._guard = WeightsGuard(self._model)
         self._runner = self._make_runner(deterministic, max_slots, prefill_tokens, enforce_eager)
         self._lock = threading.Lock()  # held while a step runs
@@ -160,11 +165,15 @@ class TransformersEngine(RequestEngine):
     ) -> SlotRunner | SoloRunner:
         model = self._model
         row_pass, longest = row_pass_of(model), self._capabilities.max_model_len
+        adapters = RowAdapters(model, self._adapters) if self._adapters else None
         sizes: tuple[int, ...] = ()
         if deterministic and isinstance(row_pass, RowPass):
-            sizes, row_pass.shares = fixed_sizes(model, row_pass, longest)
+            if adapters is None:
+                sizes, row_pass.shares = fixed_sizes(model, row_pass, longest)
             if not sizes:
                 row_pass = "a row's numbers would depend on the rows that are computed with it"
+        if isinstance(row_pass, RowPass) and adapters is not None:
+            row_pass = row_pass.with_adapters(adapters)
         if isinstance(row_pass, RowPass):
             return SlotRunner(
                 model,
@@ -174,7 +183,8 @@ class TransformersEngine(RequestEngine):
                 max_slots=max_slots,
                 max_model_len=longest,
                 prefill_tokens=prefill_tokens,
-                enforce_eager=enforce_eager or self._capabilities.sees,
+                # The number of tokens that an adapter computes differs from pass to pass.
+                enforce_eager=enforce_eager or self._capabilities.sees or adapters is not None,
                 sizes=sizes,
             )
         told = names_positions(model, probe_length(model.config))
@@ -190,7 +200,7 @@ class TransformersEngine(RequestEngine):
             type(model).__name__,
             row_pass,
         )
-        return SoloRunner(model, self._guard, self._stats, names_positions=told)
+        return SoloRunner(model, self._guard, self._stats, names_positions=told, adapters=adapters)
 
     @property
     def failure(self) -> EngineError | None:
@@ -217,14 +227,18 @@ class TransformersEngine(RequestEngine):
         session: str,
         sink: TokenSink | None = None,
         so_far: Generation | None = None,
+        adapter: str | None = None,
     ) -> Generation:
         """See `Engine.generate`."""
         check_sampling(sampling)
+        if adapter is not None and adapter not in self._adapters:
+            raise EngineError(f"there is no adapter {adapter!r}")
         form = await self._grammars.started(sampling.grammar) if sampling.grammar else None
         if self._closed:
             raise EngineError("the engine is closed")
         loop = asyncio.get_running_loop()
         own = {"uniforms": Random(sampling.seed), "future": loop.create_future(), "form": form}
+        own["adapter"] = adapter
         request = self._begun(Request, prompt_ids, sampling, sink, so_far, **own)
         driver = self._drivers.get(loop)
         if driver is None:

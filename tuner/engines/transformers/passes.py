@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from tuner.engines.transformers.cascade import (
 )
 from tuner.engines.transformers.kv_cache import Placement, Prefix, SlotCache
 from tuner.engines.transformers.model_shape import layer_windows, probe_length
+from tuner.engines.transformers.row_adapters import RowAdapters
 from tuner.engines.transformers.sight import decoder_inputs, decoder_of, sight_of
 from tuner.engines.transformers.threads import FewThreads
 from tuner.errors import ConfigError
@@ -667,6 +669,7 @@ class SoloRunner:
         stats: EngineStats,
         *,
         names_positions: bool = False,
+        adapters: RowAdapters | None = None,
     ) -> None:
         self.waiting: deque[Request] = deque()
         self.active: list[Request] = []
@@ -674,6 +677,7 @@ class SoloRunner:
         self._guard = guard
         self._stats = stats
         self._names_positions = names_positions
+        self._adapters = adapters
         self._cache: Any = None
 
     def tokens_ahead(self) -> int:
@@ -707,7 +711,8 @@ class SoloRunner:
         first = len(tokens) - len(new) if self._names_positions else None
         shift = row_shift(self._model, torch.tensor([tokens], device=ids.device))
         shift = None if shift is None else shift[:, -len(new) :]
-        logits, cache = continued(self._model, ids, self._cache, first, shift)
+        with nullcontext() if self._adapters is None else self._adapters.of_rows([request.adapter]):
+            logits, cache = continued(self._model, ids, self._cache, first, shift)
         if self._guard.changed():
             return []
         if len(new) > 1 or not request.completion_ids:
@@ -732,6 +737,7 @@ class RowPass:
         shares: Rows may have prefixes, and we compute attention (`cascade`); otherwise the model
             does, over a view of the rows.
         plain: We run the model's layers ourselves (`PlainDecoder`).
+        adapters: Chooses the adapter of each row; None: all rows have those that are on.
     """
 
     def __init__(
@@ -741,8 +747,10 @@ class RowPass:
         *,
         shares: bool = False,
         plain: bool = False,
+        adapters: RowAdapters | None = None,
     ) -> None:
         self._model = model
+        self._adapters = adapters
         self._windows = windows
         self._options = forward_options(model)
         self._cache_argument = cache_argument(model)
@@ -759,10 +767,34 @@ class RowPass:
         shift = self._sight.shifts(tokens[:, : int(positions.max()) + 1])
         return np.take_along_axis(shift, positions, axis=1) if shift.any() else None
 
+    def with_adapters(self, adapters: RowAdapters) -> RowPass | str:
+        """The same pass for rows with different adapters, or a sentence why that cannot be."""
+        found = copy.copy(self)
+        found._adapters = adapters
+        why = _adapters_agree(self._model, found, adapters)
+        return found if why is None else why
+
     def logits(
+        self,
+        cache: SlotCache,
+        ids: Tensor,
+        positions: Tensor,
+        placement: Placement,
+        adapters: Sequence[str | None] = (),
+    ) -> Tensor:
+        """Logits of the last column: ids and positions [m, C] -> [m, V].
+
+        Args:
+            adapters: Of each row, if rows have different ones.
+        """
+        if self._adapters is None:
+            return self._logits(cache, ids, positions, placement)
+        with self._adapters.of_rows(adapters, ids.shape[1], placement):
+            return self._logits(cache, ids, positions, placement)
+
+    def _logits(
         self, cache: SlotCache, ids: Tensor, positions: Tensor, placement: Placement
     ) -> Tensor:
-        """Logits of the last column: ids and positions [m, C] -> [m, V]."""
         cache.placement = placement
         dtype = self._model.dtype
         if placement.own is None:
@@ -1020,3 +1052,28 @@ def fixed_sizes(
             ):
                 sizes.append(size)
         return tuple(sizes), all(agrees(probe.shared(users)) for users in (16, 3, 1))
+
+
+@torch.no_grad()
+def _adapters_agree(model: PreTrainedModel, row_pass: RowPass, adapters: RowAdapters) -> str | None:
+    """Compare a pass over two rows, of which one has an adapter, with a pass for each; None if
+    they agree, else the difference."""
+    device, length = model.device, probe_length(model.config)
+    ids = torch.arange(2 * length, device=device) * 7 + 3
+    ids = (ids % model.config.get_text_config().vocab_size).view(2, length)
+    names = (None, min(adapters.names))
+    try:
+        alone = []
+        for name, row in zip(names, ids, strict=True):
+            with adapters.of_rows([name]):
+                alone.append(model(input_ids=row[None], use_cache=False).logits[0, -1])
+        cache = SlotCache(row_pass.layers, 2, length)
+        positions = torch.arange(length, device=device).repeat(2, 1)
+        rows = torch.arange(2, device=device)[:, None]
+        place = Placement(slice(0, 2), length, (rows * cache.width + positions).flatten(), None)
+        if row_pass.shares:
+            place = replace(place, own=positions, levels=levels_of((None, None), device))
+        got = row_pass.logits(cache, ids, positions, place, names)
+    except Exception as error:  # a model's own code may give its layers any tokens
+        return f"requests cannot have different adapters ({type(error).__name__}: {error})"
+    return differ(got, torch.stack(alone))

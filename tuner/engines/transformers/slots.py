@@ -74,6 +74,7 @@ class Rows:
         computed: Number of tokens of each row whose keys and values are stored, [slots].
         base: How many of these are in prefixes, [slots].
         leaf: The last prefix of each row.
+        adapter: Adapter that each row was computed with, None for none.
         used: When each row was last used, [slots].
     """
 
@@ -93,6 +94,7 @@ class Rows:
         self.tokens: Ints = np.zeros((slots, capacity), dtype=np.int64)
         self.length, self.computed, self.base, self.used = np.zeros((4, slots), dtype=np.int64)
         self.leaf: list[Prefix | None] = [None] * slots
+        self.adapter: list[str | None] = [None] * slots
         self._clock = 0
 
     def clear(self) -> None:
@@ -105,15 +107,17 @@ class Rows:
         else:
             self.cache.clear()
 
-    def common_prefix(self, ids: Ints) -> Ints:
+    def common_prefix(self, ids: Ints, adapter: str | None) -> Ints:
         """Number of leading tokens that each row shares with `ids`: [count]. Not all need be
-        computed."""
+        computed. Rows with another adapter share none."""
         if not self.count:
             return np.zeros(0, dtype=np.int64)
         width = min(len(ids), self.tokens.shape[1])
         equal = self.tokens[: self.count, :width] == ids[:width]
         common: Ints = np.where(equal.all(axis=1), width, equal.argmin(axis=1))
-        return np.minimum(common, self.length[: self.count])
+        common = np.minimum(common, self.length[: self.count])
+        common[[other != adapter for other in self.adapter[: self.count]]] = 0
+        return common
 
     def levels(self, first: int, last: int) -> tuple[Level, ...]:
         """The prefixes of the rows [first, last)."""
@@ -126,8 +130,18 @@ class Rows:
 
     # Content
 
-    def begin(self, row: int, ids: Ints, source: int, reused: int, *, shared: bool) -> None:
-        """Make `row` hold `ids`, of which `source` has the first `reused` computed.
+    def begin(
+        self,
+        row: int,
+        ids: Ints,
+        source: int,
+        reused: int,
+        *,
+        shared: bool,
+        adapter: str | None = None,
+    ) -> None:
+        """Make `row` hold `ids`, of which `source` has the first `reused` computed, with the same
+        adapter.
 
         Args:
             shared: Both rows will be read in the same steps, so that storing a long common part
@@ -147,6 +161,7 @@ class Rows:
         elif row != source:
             self.cache.copy(source, row, reused - int(self.base[row]))
         self.tokens[row, : len(ids)] = ids
+        self.adapter[row] = adapter
         self.length[row] = len(ids)
         self.computed[row] = reused
 
@@ -217,13 +232,14 @@ class Rows:
         for array in (self.tokens, self.length, self.computed, self.base, self.used):
             array[pair] = array[exchanged]
         self.leaf[one], self.leaf[other] = self.leaf[other], self.leaf[one]
+        self.adapter[one], self.adapter[other] = self.adapter[other], self.adapter[one]
 
     def move(self, row: int, target: int) -> None:
         """Move a row's content to another row."""
         self.cache.copy(row, target, int(self.computed[row] - self.base[row]))
         for array in (self.tokens, self.length, self.computed, self.base, self.used):
             array[target] = array[row]
-        self.leaf[target] = self.leaf[row]
+        self.leaf[target], self.adapter[target] = self.leaf[row], self.adapter[row]
 
     # Capacity
 
@@ -273,6 +289,7 @@ class Rows:
                 for array in (self.length, self.computed, self.base, self.used)
             )
             self.leaf += [None] * (more[0] - slots)
+            self.adapter += [None] * (more[0] - slots)
         cache = self.cache
         room = _doubled(cache.slots, rows, self._max_rows)
         capacity = _doubled(cache.capacity, own, self._max_length)
@@ -423,7 +440,7 @@ class SlotRunner:
         while self.waiting and len(self.active) < self._max_slots:
             request = self.waiting.popleft()
             ids = np.array(request.token_ids(), dtype=np.int64)
-            common = self._rows.common_prefix(ids)
+            common = self._rows.common_prefix(ids, request.adapter)
             usable = np.minimum(common, self._rows.computed[: self._rows.count])
             source = int(usable.argmax()) if len(usable) else 0
             reused = min(int(usable[source]), len(ids) - 1) if len(usable) else 0
@@ -480,7 +497,7 @@ class SlotRunner:
             source = row
         else:
             source = self._vacate(row, source)
-        rows.begin(row, ids, source, reused, shared=source < row)
+        rows.begin(row, ids, source, reused, shared=source < row, adapter=request.adapter)
         if reused:
             rows.touch(source)
         rows.bound(row, row + 1)
@@ -656,14 +673,21 @@ class SlotRunner:
             place = replace(place, own=self._tensor(own), levels=levels)
         if (shift := self._row_pass.shift(rows.tokens[first:last], positions)) is not None:
             place = replace(place, shift=self._tensor(shift))
+        adapters = [request.adapter for request in self.active[first:last]]
         with self._threads.computing(tokens) if tokens else nullcontext():
-            return self._pass(self._tensor(ids), self._tensor(positions), place)
+            return self._pass(self._tensor(ids), self._tensor(positions), place, adapters)
 
     def _tensor(self, values: Ints) -> Tensor:
         return torch.from_numpy(values).to(self._device)
 
-    def _pass(self, ids: Tensor, positions: Tensor, placement: Placement) -> Tensor:
-        return self._row_pass.logits(self._cache, ids, positions, placement)
+    def _pass(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        placement: Placement,
+        adapters: Sequence[str | None] = (),
+    ) -> Tensor:
+        return self._row_pass.logits(self._cache, ids, positions, placement, adapters)
 
     def _sample(
         self, first: int, last: int, batch: SamplingBatch, logits: Tensor, version: int

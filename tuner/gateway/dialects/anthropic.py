@@ -660,10 +660,10 @@ def model(name: str) -> dict[str, Any]:
     return {"type": "model", "id": name, "display_name": name, "created_at": created}
 
 
-def models(model_name: str) -> dict[str, Any]:
-    """The body of the list of models, which has one entry."""
-    data = [model(model_name)]
-    return {"data": data, "has_more": False, "first_id": model_name, "last_id": model_name}
+def models(names: Sequence[str]) -> dict[str, Any]:
+    """The body of the list of models."""
+    data = [model(name) for name in names]
+    return {"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}
 
 
 def _tool_uses(choice: Choice) -> list[Block]:

@@ -343,9 +343,9 @@ def model(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "tuner"}
 
 
-def models(model_name: str) -> dict[str, Any]:
-    """The body of the list of models, which has one entry."""
-    return {"object": "list", "data": [model(model_name)]}
+def models(names: Sequence[str]) -> dict[str, Any]:
+    """The body of the list of models."""
+    return {"object": "list", "data": [model(name) for name in names]}
 
 
 def chat_logprobs(renderer: ChatRenderer, generation: Generation) -> dict[str, Any]:

@@ -73,6 +73,11 @@ def _unfit(config: RunConfig) -> Iterator[str]:
             "tuner.algorithm.proximal loglinear counts the updates between two policies, which is "
             "meaningless after a rollback: set it to auto"
         )
+    if config.model.adapters:
+        yield (
+            "model.adapters trains each role on its own calls, but a server promotes one version "
+            "for all: set model.lora_configs instead"
+        )
     if tuner.branching is not None:
         yield "tuner.branching starts rollouts, but users start sessions: remove it"
     if tuner.tasks.selector is not None:

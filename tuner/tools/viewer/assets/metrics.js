@@ -36,7 +36,10 @@ function renderMetrics() {
   if (rolledOut) charts.push(chart("Reward standard deviation per step", one("reward/std"), { axis: "reward" }));
   charts.push(chart("Tokens per second", one("tokens_per_second"), { axis: "tokens per second" }));
   $("charts").replaceChildren(...charts);
-  $("multiples").replaceChildren(...MULTIPLES.filter(([, key]) => keys.includes(key)).map(([name, key, axis]) => chart(name, one(key), { small: true, axis })));
+  // Roles with their own adapters have their own updates: train/<role>/loss.
+  const ofRoles = (key) => keys.filter((k) => k.startsWith("train/") && k.split("/").length === 3 && k.endsWith(key.slice(5))).slice(0, COLOURS).map((k) => ({ key: k, name: k.split("/")[1] }));
+  const series = (key) => keys.includes(key) ? one(key) : key.startsWith("train/") ? ofRoles(key) : [];
+  $("multiples").replaceChildren(...MULTIPLES.map(([name, key, axis]) => [name, series(key), axis]).filter(([, found]) => found.length).map(([name, found, axis]) => chart(name, found, { small: true, axis })));
   if ($("others").open) $("all").replaceChildren(...keys.filter((k) => k !== "step").sort().map((key) => chart(key, one(key), { small: true })));
   const outcomes = ["completed", "workflow_error", "judge_error", "judge_timeout", "timeout", "no_calls", "invalid_reward", "cancelled", "rejected", "diverged", "worker_died"].map((name) => [name, sum(state.metrics, `rollouts/${name}`)]).filter(([, n]) => n);
   const extra = [["retried attempts", sum(state.metrics, "rollouts/retried")], ["calls that cannot be trained", sum(state.metrics, "calls/invalid")],

@@ -1,0 +1,126 @@
+"""LoRA adapters of a model, one for each row of a forward pass.
+
+peft computes a pass with the adapters that are switched on. Here each token has the adapter of its
+request, or none:
+
+    row 0   writer    a b c          base(x) + writer(x) for the tokens of rows 0 and 2,
+    row 1   critic    . . d          base(x) + critic(x) for that of row 1,
+    row 2   writer    . e f          base(x) for row 3
+    row 3             g h i
+
+A layer sees the tokens of a pass in one of three forms, told apart by their number: all columns,
+those without padding, or the last column (an output layer). A layer that sees another number, such
+as an expert that gets only some tokens, raises RuntimeError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tuner.engines.transformers.kv_cache import Placement
+from tuner.errors import ConfigError
+
+Parts = list[tuple[str, Tensor | None]]
+"""Adapters, and the tokens that each computes; None for all."""
+
+
+class RowAdapters:
+    """Makes a model's layers compute each row with its own adapter, inside `of_rows`.
+
+    Args:
+        model: The transformers model with peft's layers. Outside of `of_rows` they compute as peft
+            says.
+        names: peft's names of the adapters that rows may have.
+
+    Raises:
+        ConfigError: An adapter is on a layer that is not linear.
+    """
+
+    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+        from peft.tuners.lora import Linear, LoraLayer
+
+        self.names = frozenset(names)
+        self._rows: Sequence[str | None] | None = None
+        self._parts: dict[int, Parts] = {}
+        self._device = next(model.parameters()).device
+        for name, module in model.named_modules():
+            if not isinstance(module, LoraLayer):
+                continue
+            if not isinstance(module, Linear):
+                raise ConfigError(
+                    f"model.adapters: the layer {name} is a {type(module.base_layer).__name__}, in "
+                    "which requests of different roles cannot be computed together: remove it from "
+                    "target_modules"
+                )
+            module.forward = self._forward_of(module, module.forward)
+
+    def _forward_of(self, layer: Any, usual: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if self._rows is None:
+                return usual(x, *args, **kwargs)
+            result: Tensor = layer.base_layer(x, *args, **kwargs)
+            dtype, shape = result.dtype, result.shape
+            flat_x, result = x.reshape(-1, x.shape[-1]), result.reshape(-1, shape[-1])
+            for name, places in self._parts_of(len(flat_x)):
+                if name not in layer.lora_A:
+                    continue
+                first, second = layer.lora_A[name], layer.lora_B[name]
+                read = flat_x if places is None else flat_x[places]
+                change = second(first(read.to(first.weight.dtype))) * layer.scaling[name]
+                if places is None:
+                    result = (result + change).to(dtype)
+                else:
+                    changed = (result[places] + change).to(dtype)
+                    result = result.index_copy(0, places, changed)
+            return result.reshape(shape)
+
+        return forward
+
+    def _parts_of(self, tokens: int) -> Parts:
+        assert self._rows is not None
+        if (only := set(self._rows)) == {self._rows[0]}:
+            return [(name, None) for name in only if name is not None]
+        if (found := self._parts.get(tokens)) is None:
+            raise RuntimeError(
+                f"a layer with adapters got {tokens} tokens of a pass over {sorted(self._parts)}"
+            )
+        return found
+
+    @contextmanager
+    def of_rows(
+        self,
+        rows: Sequence[str | None],
+        columns: int = 1,
+        placement: Placement | None = None,
+    ) -> Iterator[None]:
+        """Compute a pass in the block, with these adapters.
+
+        Args:
+            rows: Of each row, m of them; None for the model without an adapter.
+            columns: Number C of columns.
+            placement: Of the tokens.
+        """
+        of_rows = np.array([name or "" for name in rows])
+        of_tokens = of_rows.repeat(columns)
+        source = None if placement is None else placement.source
+        forms = [of_tokens, of_rows]
+        if source is not None:
+            forms.append(of_tokens[source.cpu().numpy()])
+        self._parts = {len(form): self._divided(form) for form in forms}
+        self._rows = rows
+        try:
+            yield
+        finally:
+            self._rows = None
+
+    def _divided(self, names: Any) -> Parts:
+        return [
+            (name, torch.from_numpy(np.flatnonzero(names == name)).to(self._device))
+            for name in sorted(set(names.tolist()) - {""})
+        ]
