@@ -93,7 +93,7 @@ def for_template(
             copy["content"] = _parts(copy["content"])
         elif message.get("content") == [] or form.content_always or "tool_calls" not in copy:
             copy["content"] = ""
-        if reasoning := said(copy)[0]:
+        if reasoning := said(message)[0]:
             copy |= {"reasoning_content": reasoning, "thinking": reasoning}
         if copy["role"] == "developer" and not developer_role:
             copy["role"] = "system"
