@@ -1808,7 +1808,7 @@ class TunerSection(Section):
         "leave it out (`template`), or restore it as sampled (`keep`).",
     )
     layout: LayoutSetting = Field(
-        default="auto",
+        default="tree",
         description="How a micro-batch is computed: each distinct token once (`tree`), or rows "
         "of calls, concatenated (`packed`) or side by side (`padded`). `auto`: for each step the "
         "one that takes least, by what passes take on this machine; with `tuner.deterministic` "
