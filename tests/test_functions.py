@@ -279,20 +279,3 @@ def test_garbage_is_collected_again_after_imports_if_it_was_before(enabled):
         assert gc.isenabled() == enabled
     finally:
         gc.enable()
-
-
-def test_what_imports_create_is_old_but_can_be_collected():
-    before = gc.get_freeze_count()
-    gc.unfreeze()
-    try:
-        with without_collection():
-            made = [[]]
-        assert any(one is made[0] for one in gc.get_objects(generation=2))
-        assert gc.get_freeze_count() == 0
-        gc.freeze()
-        with without_collection():
-            made.append([])
-        assert gc.get_freeze_count() > 0, "it was frozen by somebody else"
-    finally:
-        if not before:
-            gc.unfreeze()

