@@ -289,7 +289,7 @@ def test_the_first_rollout_waits_for_no_import_that_it_does_not_need(tmp_path):
     code = (
         "import os, sys; from tuner import tune\n"
         "def workflow(task, model):\n"
-        "    unused = {'agentscope', 'datasets', 'httpx', 'pandas', 'peft', 'scipy', 'sklearn'}\n"
+        "    unused = {'datasets', 'httpx', 'pandas', 'peft', 'scipy', 'sklearn'}\n"
         "    print(unused & set(sys.modules), flush=True)\n"
         "    os._exit(0)\n"
         "tune(workflow, lambda task, response: 0.0, [{'a': 1}], overrides=[\n"

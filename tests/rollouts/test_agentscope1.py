@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
 from typing import Literal
@@ -18,13 +17,7 @@ from tests.kit.toy import StubEngine, gateway_of, text_of
 from tuner.errors import MissingDependencyError
 from tuner.gateway import SamplingDefaults, Session
 from tuner.rollouts.agentscope1 import CONSOLE, quiet_agents, trinity_chat_model
-from tuner.rollouts.chat_models import (
-    PlainChatModel,
-    UnusedChatModel,
-    chat_model,
-    default_kind,
-    trinity_chat_model_class,
-)
+from tuner.rollouts.chat_models import PlainChatModel, chat_model, trinity_chat_model_class
 
 pytest.importorskip("agentscope")
 
@@ -208,62 +201,6 @@ async def test_a_call_may_set_its_own_sampling() -> None:
         await model([{"role": "user", "content": "x"}], temperature=0.3, max_tokens=5)
         assert engine.requests[0][1].temperature == 0.3
         assert engine.requests[0][1].max_tokens == 5
-
-
-@pytest.fixture
-def unused(monkeypatch):
-    """As in a process that has not imported AgentScope."""
-    monkeypatch.delitem(sys.modules, "agentscope")
-
-
-async def test_agentscope_is_not_imported_for_what_a_session_has(unused) -> None:
-    async with gateway_of(StubEngine()) as gateway:
-        assert default_kind() == "agentscope1"
-        model = chat_model(gateway.open_session("r"), kind="agentscope1").role("writer")
-        messages = [{"role": "user", "content": "x"}]
-        await model.client.chat.completions.create(model=model.model_name, messages=messages)
-        assert [call.role for call in model.calls] == ["writer"]
-        assert (model.base_url, model.api_key) == (gateway.base_url, model.session.key_of("writer"))
-        assert not hasattr(model, "workflow_ended")
-        assert copy.copy(model).session is model.session
-        assert type(model) is UnusedChatModel
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda model: model([{"role": "user", "content": "x"}]),
-        lambda model: agent_of(model)(Msg("user", "What is 2 + 2?", "user")),
-    ],
-    ids=["called", "given to an agent"],
-)
-async def test_the_model_becomes_agentscopes_when_it_is_used_as_such(unused, use) -> None:
-    async with gateway_of(StubEngine(["It is 4."])) as gateway:
-        model = chat_model(gateway.open_session("r"), kind="agentscope1").role("writer")
-        reply = await use(model)
-        assert text_of_blocks(reply.content) == "It is 4."
-        assert [call.role for call in model.calls] == ["writer"]
-        assert type(model) is trinity_chat_model()
-        assert isinstance(model, OpenAIChatModel)
-
-
-def text_of_blocks(content: object) -> str:
-    return content if isinstance(content, str) else "".join(block["text"] for block in content)
-
-
-async def test_the_model_becomes_the_plain_one_if_agentscope_does_not_import(
-    unused, monkeypatch, caplog
-) -> None:
-    monkeypatch.setitem(sys.modules, "agentscope.model", None)
-    trinity_chat_model.cache_clear()
-    try:
-        async with gateway_of(StubEngine(["It is 4."])) as gateway:
-            model = chat_model(gateway.open_session("r"), kind=default_kind())
-            assert (await model([{"role": "user", "content": "x"}])).content == "It is 4."
-            assert type(model) is PlainChatModel
-            assert "does not import" in caplog.text
-    finally:
-        trinity_chat_model.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -381,11 +381,18 @@ class _AnyForm:
     """In place of a chat renderer: accepts every setting, and knows no tokens."""
 
     no_tools = None
+    sight = None
     tokenizer = range(_MANY)
     reads_reasoning = True
 
     def reads(self, name: str) -> bool:
         return True
+
+    def received(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return messages
+
+    def recorded(self, ids: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[()]]:
+        return ids, ()
 
     def decode(self, ids: Any) -> str:
         return ""

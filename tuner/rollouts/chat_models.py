@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +16,7 @@ from tuner.rollouts.agentscope1 import (
     require_agentscope1,
 )
 from tuner.rollouts.agentscope2 import require_agentscope2
-from tuner.rollouts.without_framework import PlainChatModel, SessionHandle
+from tuner.rollouts.without_framework import PlainChatModel
 from tuner.tasks.loading import without_collection
 
 if TYPE_CHECKING:
@@ -64,51 +63,17 @@ def chat_model(session: Access, *, kind: ChatModelKind) -> Any:
     Raises:
         MissingDependencyError: The framework is not installed in a supported version.
     """
-    return _class(kind)(session)
+    return _CLASSES[kind]()(session)
 
 
 def load_kind(kind: ChatModelKind) -> None:
-    """Make the class of a kind, for which its framework may have to be imported.
+    """Import the framework of a kind, which may take seconds.
 
     Raises:
         MissingDependencyError: It is not installed in a supported version.
     """
-    _class(kind)
-
-
-def _class(kind: ChatModelKind) -> type[Any]:
-    if _is_unused(kind):
-        return UnusedChatModel
     with without_collection():
-        return _CLASSES[kind]()
-
-
-class UnusedChatModel(SessionHandle):
-    """AgentScope 1.x's chat model before the workflow uses anything of AgentScope.
-
-    It becomes the `TrinityChatModel` when something asks for more than a session has. Importing
-    AgentScope takes a second, and agents of other frameworks do not need it.
-
-    Attributes:
-        client: An `openai.AsyncOpenAI` that reaches the gateway without a socket.
-    """
-
-    def __init__(self, session: Access, role: str | None = None) -> None:
-        super().__init__(session, role)
-        self.client: AsyncOpenAI = session.async_client(role)
-
-    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return await self._becoming()(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "workflow_ended":  # which only AgentScope 2.x's has
-            raise AttributeError(f"{type(self).__name__} has no {name}")
-        return getattr(self._becoming(), name)
-
-    def _becoming(self) -> Any:
-        self.__class__ = trinity_chat_model_class()
-        self.__init__(self.session, self._role)  # type: ignore[misc]  # of the other class
-        return self
+        _CLASSES[kind]()
 
 
 def remote_chat_model(
@@ -161,28 +126,18 @@ def remote_client(remote: RemoteModel, setting: str) -> AsyncOpenAI:
 
 def default_kind() -> ChatModelKind:
     """The framework for workflows: AgentScope in the installed version, if it works, else none."""
-    kind = _installed_kind()
-    if _is_unused(kind):
-        return kind
-    return "plain" if trinity_chat_model_class() is PlainChatModel else kind
+    found = agentscope_version()
+    if found is None:
+        return "plain"
+    kind: ChatModelKind = "agentscope1" if found.startswith("1.") else "agentscope2"
+    try:
+        load_kind(kind)
+    except MissingDependencyError as error:
+        logger.warning("TrinityChatModel is the plain chat model: %s", error)
+        return "plain"
+    return kind
 
 
 def trinity_chat_model_class() -> type[Any]:
     """The meaning of `TrinityChatModel` here: the class of the `default_kind`."""
-    try:
-        with without_collection():
-            return _CLASSES[_installed_kind()]()
-    except MissingDependencyError as error:
-        logger.warning("TrinityChatModel is the plain chat model: %s", error)
-        return PlainChatModel
-
-
-def _installed_kind() -> ChatModelKind:
-    found = agentscope_version()
-    if found is None:
-        return "plain"
-    return "agentscope1" if found.startswith("1.") else "agentscope2"
-
-
-def _is_unused(kind: ChatModelKind) -> bool:
-    return kind == "agentscope1" and "agentscope" not in sys.modules
+    return _CLASSES[default_kind()]()
