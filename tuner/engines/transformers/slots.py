@@ -609,6 +609,7 @@ class SlotRunner:
             return []
         self._decoding = last
         if prompts and self._sizes:
+            self._stats.prompt_tokens_computed += last - first  # the last ones, in the next pass
             self._changed()
             return []
         batch = None if prompts else self._batch

@@ -430,7 +430,7 @@ class _Marks:
         return mark
 
 
-_TEXTS: Final = ("content", "reasoning_content", "reasoning")
+_TEXTS: Final = ("content", "reasoning_content", "reasoning", "thinking")
 _TURN: Final[Message] = {"role": "assistant", "content": None}
 
 
