@@ -8,7 +8,7 @@ from typing import Any
 import openai
 
 
-class Conversation:
+class Dialogue:
     """Messages to a workflow's model, and its answers, of which `turns` is the number.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from tuner.areal.queue_workflow import GymnasiumEnvironment, registered
 from tuner.areal.queues import CheckedEnvironment
-from tuner.environments.conversation import Conversation
+from tuner.environments.conversation import Dialogue
 from tuner.errors import ConfigError, TunerError
 from tuner.runs.environment import Environment, seed_rows
 from tuner.tasks.functions import WorkflowOutput, call_function, in_thread, is_async, where
@@ -142,7 +142,7 @@ class Gymnasium(Environment):
         rest = {name: value for name, value in task.items() if name != "seed"}
         options = task.get("options", rest) or None
         observation, info = await env.reset(seed=task.get("seed"), options=options)
-        conversation = Conversation(model, self._system_prompt)
+        conversation = Dialogue(model, self._system_prompt)
         reward, metrics = 0.0, {"steps": 0.0, "no_action": 0.0, "terminated": 0.0}
         shown = ""
         for _ in range(self._max_turns):

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.environments.containers import ContainerEngine, ContainerLimits
-from tuner.environments.conversation import Conversation, function_tool
+from tuner.environments.conversation import Dialogue, function_tool
 from tuner.environments.program import filled, limits_of, model_variables, values_of
 from tuner.errors import ConfigError, ProgramError, RewardError
 from tuner.runs.environment import Environment
@@ -124,7 +124,7 @@ class TerminalAgent:
 
     async def __call__(self, task: dict[str, Any], terminal: Terminal, model: Any) -> str:
         """Work on a task; returns its last words."""
-        conversation = Conversation(model, self._prompt, **self._request)
+        conversation = Dialogue(model, self._prompt, **self._request)
         conversation.tell(task["instruction"])
         said = ""
         while conversation.turns < self.turns:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tuner.config import RunConfig
-from tuner.environments.conversation import Conversation, function_tool, messages
+from tuner.environments.conversation import Dialogue, function_tool, messages
 from tuner.environments.server_process import ServerProcess
 from tuner.errors import ConfigError, FunctionError, importing
 from tuner.runs.environment import Environment, seed_rows
@@ -88,14 +88,14 @@ class OpenEnvEpisode:
                 "and the row has no `prompt`; add one to the rows, or set message_of"
             )
         offer = {"tools": tools} if tools else {}
-        conversation = Conversation(model, self.form.system_prompt, **offer)
+        conversation = Dialogue(model, self.form.system_prompt, **offer)
         conversation.tell(told)
         names = [tool["function"]["name"] for tool in tools]
         while not self.ended and conversation.turns < max_turns:
             await self._turn(conversation, names)
         return conversation.turns
 
-    async def _turn(self, conversation: Conversation, tools: Sequence[str]) -> None:
+    async def _turn(self, conversation: Dialogue, tools: Sequence[str]) -> None:
         # The results of tools are no states.
         state = None if self._calls_tools else observation_text(self.result.observation)
         message = await conversation.answer(state=state, until_full=True)

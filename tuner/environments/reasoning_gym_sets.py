@@ -9,7 +9,7 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
-from tuner.environments.conversation import Conversation
+from tuner.environments.conversation import Dialogue
 from tuner.errors import ConfigError, FunctionError, importing
 from tuner.rewards import in_process
 from tuner.runs.environment import HELD_OUT, Environment, near
@@ -141,7 +141,7 @@ class ReasoningGym(Environment):
         return await call_workflow(self._agent, task=task, model=model, **others)
 
     async def _ask(self, task: dict[str, Any], model: Any) -> str:
-        conversation = Conversation(model, self._system_prompt)
+        conversation = Dialogue(model, self._system_prompt)
         conversation.tell(task["question"])
         return (await conversation.answer()).content or ""
 

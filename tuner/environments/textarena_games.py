@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from tuner.config import RunConfig
-from tuner.environments.conversation import Conversation
+from tuner.environments.conversation import Dialogue
 from tuner.errors import ConfigError, FunctionError, importing
 from tuner.runs.environment import Environment, near, seed_rows
 from tuner.tasks.functions import WorkflowOutput, called, in_thread
@@ -132,14 +132,14 @@ class TextArena(Environment):
         if side not in range(self._players):
             raise FunctionError(f"the task has player {side!r}: use 0 or 1")
         game: Game = await in_thread(partial(self._game, self._players, task.get("seed")))
-        seats: list[Conversation | None] = [None] * self._players
+        seats: list[Dialogue | None] = [None] * self._players
         said = ""
         while not game.done:
             player, trained = game.player, game.player == side
             if trained or isinstance(self._opponent, str):
                 by = model if trained else (auxiliary_models or {})[self._opponent]
                 seat = None if game.whole else seats[player]
-                seats[player] = seat = seat or Conversation(by, self._system_prompt)
+                seats[player] = seat = seat or Dialogue(by, self._system_prompt)
                 seat.tell([{"role": "user", "content": game.observation}])
                 move = (await seat.answer()).content or ""
                 said = move if trained else said

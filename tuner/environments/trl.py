@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.config import RunConfig
-from tuner.environments.conversation import Conversation
+from tuner.environments.conversation import Dialogue
 from tuner.environments.trl_config import GRPOConfig, prompts_in_a_step, read_config, settings_of
 from tuner.errors import ConfigError, DatasetError, FunctionError
 from tuner.runs.environment import Environment
@@ -205,7 +205,7 @@ class TrlPrompt:
         limit = self.config.max_tool_calling_iterations
         limit = sys.maxsize if limit is None else limit
         offer = {"tools": self.tools.schemas} if self.tools.schemas else {}
-        conversation = Conversation(model, **offer)
+        conversation = Dialogue(model, **offer)
         conversation.tell(self.prompt)
         for iteration in range(limit + 1):
             message = await conversation.answer(**self._sampling(model))
