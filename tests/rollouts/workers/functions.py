@@ -283,6 +283,7 @@ async def hanging(task, model):
         if task["does"] == "blocks":
             import ctypes
 
+            note(task["mark"], "blocked")
             ctypes.PyDLL(None).sleep(600)  # holds the interpreter: nothing in it can end this
         if task["does"] == "waits once" and model.session.id.endswith("-2"):
             return WorkflowOutput(reward=1.0)

@@ -28,18 +28,17 @@ LIMIT = 30.0  # shorter than the 60 after which the gateway closes an idle conne
 
 
 def jumping(runner, *, after):
-    """So much time goes by once there have been so many answers."""
-    handle, answers = runner.gateway.handle, 0
+    """So much time goes by once there have been so many answers; 0: never."""
+    handle, answers = runner.gateway.handle, []
 
     async def answered(*request):
-        nonlocal answers
         reply = await handle(*request)
-        answers += 1
-        if answers == after:
+        answers.append(reply)
+        if len(answers) == after:
             asyncio.get_running_loop().call_soon(jump, LIMIT)
         return reply
 
-    runner.gateway.handle = answered
+    runner.gateway.handle, runner.gateway.answers = answered, answers
     return runner
 
 
@@ -67,18 +66,25 @@ async def test_a_call_that_comes_too_late_is_refused(make_runner, tmp_path):
 
 
 async def test_a_worker_that_hears_nothing_is_killed_and_others_in_it_begin_again(
-    make_runner, monkeypatch
+    make_runner, monkeypatch, tmp_path
 ):
     monkeypatch.setattr(any_worker, "PATIENCE", 0.1)
+    mark = tmp_path / "blocked"
     async with pool_of(1, hanging) as pool:
         (pid,) = await started(pool)
-        runner = jumping(make_runner(hanging, workers=pool, timeout=LIMIT), after=2)
+        runner = jumping(make_runner(hanging, workers=pool, timeout=LIMIT), after=0)
         other = make_runner(hanging, workers=pool)
         other.gateway = runner.gateway
         waits = asyncio.ensure_future(
             other.run({"does": "waits once"}, RolloutId(1, 1, 0), DEFAULTS)
         )
-        (trace,) = await runner.run({"does": "blocks"}, ID, DEFAULTS)
+        await until(lambda: runner.gateway.answers)  # before its worker is blocked
+        blocks = asyncio.ensure_future(
+            runner.run({"does": "blocks", "mark": str(mark)}, ID, DEFAULTS)
+        )
+        await until(mark.exists)
+        jump(LIMIT)
+        (trace,) = await blocks
         victim, again = await waits
         assert trace.outcome is Outcome.TIMEOUT
         assert again.outcome is Outcome.COMPLETED
