@@ -153,7 +153,7 @@ def counted(parts: Parts) -> dict[str, int]:
         part()
     found = {}
     for name, part in parts.items():
-        with Operators() as seen:  # type: ignore[no-untyped-call]  # torch's
+        with Operators() as seen:  # type: ignore[no-untyped-call]  # of torch
             part()
         found[name] = seen.count
     return found

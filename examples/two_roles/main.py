@@ -1,10 +1,9 @@
-"""Train a solver and a checker, each with an adapter of a shared model.
+"""Train the solver and the checker of the template `multi_agent`, each with its own adapter.
 
 python examples/two_roles/main.py [--shared] [key=value ...]
 """
 
 import argparse
-import asyncio
 import json
 import sys
 from collections.abc import Sequence
@@ -14,8 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tuner import JudgeOutput, TrinityChatModel, TunerError, TuneResult, WorkflowOutput, tune
-from tuner.rewards import final_answer, math_equal
+from tuner import TunerError, TuneResult, tune
+from tuner.rewards import final_answer
+from tuner.templates.multi_agent.main import judge, workflow
 
 DATA = Path(__file__).parents[1] / "gsm8k" / "data"
 ROLES = ("solver", "checker")
@@ -28,7 +28,7 @@ SETTINGS = (
     "explorer.eval_interval=4",
     "model.max_response_tokens=64",
 )
-OWN = "model.adapters={solver: {lora_rank: 16}, checker: {lora_rank: 16}}"
+ADAPTERS = "model.adapters={solver: {lora_rank: 16}, checker: {lora_rank: 16}}"
 SHARED = "model.lora_configs=[{lora_rank: 16}]"
 
 
@@ -39,45 +39,16 @@ def tasks(split: str) -> list[dict[str, Any]]:
     return [{**row, "answer": final_answer(row["answer"])} for row in rows]
 
 
-async def ask(agent: TrinityChatModel, task: dict[str, Any]) -> str:
-    """An agent's answer. Its call is rewarded by itself, and compared with the calls of the same
-    role in the other rollouts of the task."""
-    reply = await agent.client.chat.completions.create(
-        model=agent.model_name,
-        messages=[
-            {"role": "system", "content": "You are a helpful math problem solving agent."},
-            {"role": "user", "content": task["question"]},
-        ],
-    )
-    answer = final_answer(reply.choices[0].message.content or "")
-    agent.calls[-1].reward = math_equal(answer, task["answer"])
-    return answer
-
-
-async def work(task: dict[str, Any], model: TrinityChatModel) -> WorkflowOutput:
-    """A solver and a checker who solves for himself; who disagrees solves again."""
-    solver, checker = map(model.role, ROLES)
-    answer, check = await asyncio.gather(ask(solver, task), ask(checker, task))
-    agreed = answer == check
-    if not agreed:
-        answer = await ask(solver, task)
-    return WorkflowOutput(response=answer, metrics={"agreed": float(agreed)})
-
-
-async def judge(task: dict[str, Any], response: str) -> JudgeOutput:
-    return JudgeOutput(reward=math_equal(response, task["answer"]))
-
-
 def main(arguments: Sequence[str] | None = None) -> TuneResult:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--shared", action="store_true", help="one adapter for both")
     options, overrides = parser.parse_known_args(arguments)
     result = tune(
-        work,
+        workflow,
         judge,
         tasks("train"),
         eval_dataset={"held-out": tasks("test")[:100]},
-        overrides=[*SETTINGS, SHARED if options.shared else OWN, *overrides],
+        overrides=[*SETTINGS, SHARED if options.shared else ADAPTERS, *overrides],
     )
     table = Table("step", "held-out reward", *(f"reward of the {role}" for role in ROLES))
     for row in result.history:

@@ -87,7 +87,7 @@ def check_levels(text: str | bytes) -> None:
             raise yaml.YAMLError(f"nested too deeply: in more than {MOST_LEVELS} levels")
 
 
-class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]  # computed
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]  # one of two
     """Quotes strings that OmegaConf, unlike YAML 1.1, reads as numbers, such as 1e3."""
 
     def ignore_aliases(self, _: Any) -> bool:
@@ -98,8 +98,10 @@ class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[mi
         try:
             float(value)
         except ValueError:
-            return self.represent_str(value)  # type: ignore[no-any-return]  # as above
-        return self.represent_scalar("tag:yaml.org,2002:str", value, style="'")  # type: ignore[no-any-return]
+            plain: yaml.ScalarNode = self.represent_str(value)
+            return plain
+        quoted: yaml.ScalarNode = self.represent_scalar("tag:yaml.org,2002:str", value, style="'")
+        return quoted
 
 
 _Dumper.add_representer(str, _Dumper.text)

@@ -2,7 +2,7 @@
 
 The tokens of a picture all have one id, the model's placeholder. Whatever compares prompts (prefix
 caches, token trees, conversations) must not take two pictures for one, so inside this process each
-token of each picture has an id of its own:
+token of each picture has a distinct id:
 
     recorded    1 5 5 5 2    with the picture a94a8f... at 1, 3 tokens long
     compared    1 x x+1 x+2 2      x from `IMAGE_IDS` on, another for each picture

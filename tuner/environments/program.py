@@ -37,7 +37,7 @@ from tuner.runs.environment import Environment
 from tuner.tasks.functions import WorkflowOutput, shown
 from tuner.tasks.loading import load_function
 
-T = TypeVar("T")
+T = TypeVar("T", Limits, ContainerLimits)
 _SHOWN_BYTES = 1_000_000  # a larger file is not compared line by line
 
 
@@ -470,7 +470,7 @@ class Program(Environment):
 
 
 def values_of(task: Mapping[str, Any], prompt: Any, model: Any) -> dict[str, str]:
-    """What `filled` fills in: the task's fields, its prompt, and the model."""
+    """Values for `filled`: the task's fields, its prompt, and the model."""
     return displayable({name: str(value) for name, value in task.items()}) | {
         "prompt": displayable(str(prompt)),
         "base_url": model.base_url,
@@ -523,6 +523,6 @@ def limits_of(default: T, given: Any) -> T:
     if wrong := [name for name in given if name not in known]:
         raise ConfigError(f"limits has no {wrong[0]!r}; there are {', '.join(known)}")
     try:
-        return replace(default, **given)  # type: ignore[type-var]  # a dataclass
+        return replace(default, **given)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"limits: {error}") from None

@@ -283,7 +283,7 @@ def _norms(model: PreTrainedModel, width: int) -> tuple[int, bool, bool]:
 
 
 def _adapted_matrices(model: nn.Module) -> dict[str, list[tuple[str, int, int]]]:
-    """Of each LoRA adapter, for each matrix: its module, its input's width, the rank."""
+    """The matrices of each LoRA adapter: module, width of the input, rank."""
     found: dict[str, list[tuple[str, int, int]]] = defaultdict(list)
     for name, module in model.named_modules():
         for adapter, one in getattr(module, "lora_A", {}).items():

@@ -111,7 +111,7 @@ class RowAttention:
         self._placement = placement
         self._dtype = dtype
         length, own = placement.kv_length, placement.own
-        columns = own.shape[1]
+        self._columns = columns = own.shape[1]
         near = window is None or length <= window
         self._fixed = placement.tokens > 0
         # Whole prompts of one length need causal attention only, half the work of a mask.
@@ -176,21 +176,18 @@ class RowAttention:
                 own = F.pad(own, (0, 0, 0, _FEW - group))
         else:
             own = query.transpose(1, 2)
-        output = total = None
-        if not self._fixed:
+        if self._fixed:
+            # Nothing, which changes no bit of what is joined with it.
+            dtype = torch.promote_types(query.dtype, torch.float32)
+            output = query.new_zeros(query.shape, dtype=dtype)
+            total = output.new_full(query.shape[:-1], -torch.inf)
+        else:
             output, total = self._of_rows(0, own, keys, values, group, scale)
             if not self._placement.levels:
                 return output
             output = output.to(total.dtype)
-        elif self._placement.levels:
-            # A row without the first prefix joins with nothing, which changes nothing.
-            dtype = torch.promote_types(query.dtype, torch.float32)
-            output = query.new_zeros(query.shape, dtype=dtype)
-            total = output.new_full(query.shape[:-1], -torch.inf)
         together = query.view(rows, columns, kv_heads, group, width).permute(2, 0, 1, 3, 4)
         for level, hidden in zip(self._placement.levels, self._prefixes, strict=True):
-            assert output is not None
-            assert total is not None
             chosen = together if level.rows is None else together[:, level.rows]
             other, sums = self._shared(level, hidden, chosen.contiguous(), layer.place, scale)
             if level.rows is None:
@@ -205,11 +202,7 @@ class RowAttention:
                 )
         for place in range(len(self._own) if self._fixed else 0):
             other, sums = self._of_rows(place, own, keys, values, group, scale)
-            if output is None or total is None:
-                output, total = other, sums
-            else:
-                output, total = joined(output, total, other, sums, fixed=True)
-        assert output is not None
+            output, total = joined(output, total, other, sums, fixed=True)
         return output.to(query.dtype)
 
     def _of_rows(
@@ -219,8 +212,7 @@ class RowAttention:
         log-sum-exps [m, C, heads]."""
         part, mask = self._own[place]
         rows, kv_heads, count, width = len(query), keys.shape[1], query.shape[2], query.shape[3]
-        columns = self._placement.own.shape[1]  # type: ignore[union-attr]  # as in `of_written`
-        if columns == 1 and mask is not None and mask.shape[2] != count:
+        if self._columns == 1 and mask is not None and mask.shape[2] != count:
             # Materialised once for all layers: the kernel takes a fifth longer with an expanded
             # view.
             mask = mask[:, :, :1].repeat(1, 1, count, 1)
@@ -233,7 +225,7 @@ class RowAttention:
             attn_mask=mask,
             scale=scale,
         )
-        if columns > 1:
+        if self._columns > 1:
             return output.transpose(1, 2), total.transpose(1, 2)
         output, total = output[:, :, :group], total[:, :, :group]
         return (

@@ -440,7 +440,7 @@ def _noise() -> bytes:
 
 _REFUSED = {
     "llava_onevision": "their processor cuts a picture into other tiles once another follows it, "
-    "so a conversation could not go on with the tokens it began with",
+    "so the next request would not begin with the tokens of the one before",
 }
 _FILES = (
     "preprocessor_config.json",

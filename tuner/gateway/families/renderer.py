@@ -451,7 +451,7 @@ class ChatRenderer:
         """A prompt's text with each picture's own mark in place of the placeholder.
 
         Raises:
-            RequestError: 400: the text has placeholders of its own, or the template left some out.
+            RequestError: 400: a message contains a placeholder, or the template left one out.
         """
         if self.sight is None or not urls:
             return text
