@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.engines.models import SETTINGS, error, generate_all, make_engine, make_model, prompt
-from tuner.engines.transformers.passes import fixed_sizes, row_pass_of
+from tuner.engines.transformers.fixed_sizes import fixed_sizes
+from tuner.engines.transformers.passes import row_pass_of
 
 LONG = prompt(300, seed=99)
 

@@ -27,12 +27,12 @@ from tuner.engines.base import (
 )
 from tuner.engines.request import Request, RequestEngine, end_ids_of
 from tuner.engines.sampling import check_sampling
+from tuner.engines.transformers.fixed_sizes import fixed_sizes
 from tuner.engines.transformers.model_shape import length_limit, probe_length
 from tuner.engines.transformers.passes import (
     RowPass,
     SoloRunner,
     WeightsGuard,
-    fixed_sizes,
     names_positions,
     row_pass_of,
     served_model,
