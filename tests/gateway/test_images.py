@@ -1,4 +1,4 @@
-"""Pictures in requests of every dialect, by real clients, with an engine and a model that sees."""
+"""Images in requests of every dialect, by real clients, with an engine and a vision model."""
 
 import base64
 import io
@@ -11,7 +11,7 @@ import pytest
 from anthropic import BadRequestError
 from PIL import Image
 
-from tests.kit.models import png, seeing_model
+from tests.kit.models import png, vision_model
 from tests.kit.toy import StubEngine, gateway_of, tokenizer
 from tuner.engines.images import ALBUM, ImageLimits
 from tuner.engines.transformers.engine import TransformersEngine
@@ -30,7 +30,7 @@ def url(content: bytes, kind: str = "png") -> str:
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
-def picture(content: bytes | str) -> dict:
+def image(content: bytes | str) -> dict:
     sent = content if isinstance(content, str) else url(content)
     return {"type": "image_url", "image_url": {"url": sent}}
 
@@ -40,15 +40,15 @@ def text(words: str) -> dict:
 
 
 @pytest.fixture(scope="module")
-def seeing():
-    return seeing_model()
+def vision():
+    return vision_model()
 
 
 @asynccontextmanager
-async def opened(seeing, **limits):
-    model, spoken = seeing
+async def opened(vision, **limits):
+    model, spoken = vision
     engine = TransformersEngine(model, spoken, max_model_len=1024)
-    renderer = ChatRenderer(spoken, sight=model.sight, image_limits=ImageLimits(**limits))
+    renderer = ChatRenderer(spoken, vision=model.vision, image_limits=ImageLimits(**limits))
     gateway = Gateway(engine, renderer, model_name="tiny")
     try:
         yield gateway
@@ -65,7 +65,7 @@ async def ask(session, messages: list, **fields):
     )
 
 
-def processors_ids(model, spoken, messages: list, pictures: list[bytes]) -> list[int]:
+def processors_ids(model, spoken, messages: list, images: list[bytes]) -> list[int]:
     """The prompt as transformers' own processor writes it."""
     shaped = []
     for message in messages:
@@ -74,30 +74,30 @@ def processors_ids(model, spoken, messages: list, pictures: list[bytes]) -> list
             parts = [{"type": "image"} if p["type"] == "image_url" else p for p in parts]
         shaped.append({**message, "content": parts})
     written = spoken.apply_chat_template(shaped, tokenize=False, add_generation_prompt=True)
-    images = [Image.open(io.BytesIO(one)).convert("RGB") for one in pictures]
-    return model.sight.processor(images=images, text=written)["input_ids"][0]
+    images = [Image.open(io.BytesIO(one)).convert("RGB") for one in images]
+    return model.vision.processor(images=images, text=written)["input_ids"][0]
 
 
-async def test_prompts_are_those_of_the_models_own_processor_and_go_on(seeing):
-    """Over three turns, with equal words around other pictures, tool results and a stream."""
-    model, spoken = seeing
+async def test_prompts_are_those_of_the_models_own_processor_and_go_on(vision):
+    """Over three turns, with equal words around other images, tool results and a stream."""
+    model, spoken = vision
     one, two, three = png(20, 12, seed=1), png(12, 20, seed=2), png(12, 20, seed=3)
     called = {"name": "look", "arguments": "{}"}
-    async with opened(seeing) as gateway:
+    async with opened(vision) as gateway:
         session = gateway.open_session("r")
-        messages = [{"role": "user", "content": [text("What"), picture(one), text("?")]}]
+        messages = [{"role": "user", "content": [text("What"), image(one), text("?")]}]
         said = (await ask(session, messages)).choices[0].message.content
         first = session.calls[0]
         assert list(first.prompt_ids) == processors_ids(model, spoken, messages, [one])
         kept = f"sha256:{ALBUM.add(one, ImageLimits())}"
-        assert first.messages[0]["content"][1] == picture(kept)
+        assert first.messages[0]["content"][1] == image(kept)
         messages += [
             {"role": "assistant", "content": said},
-            {"role": "user", "content": [picture(two), picture(one)]},
+            {"role": "user", "content": [image(two), image(one)]},
         ]
         seen = []
         for last in (two, three):
-            messages[-1] = {"role": "user", "content": [picture(last), picture(one)]}
+            messages[-1] = {"role": "user", "content": [image(last), image(one)]}
             stream = await ask(session, messages, stream=True)
             _ = [chunk async for chunk in stream]
             call = session.calls[-1]
@@ -108,7 +108,7 @@ async def test_prompts_are_those_of_the_models_own_processor_and_go_on(seeing):
         assert seen[0].prompt_ids == seen[1].prompt_ids
         assert seen[0].images != seen[1].images
         assert seen[0].compared.prompt_ids != seen[1].compared.prompt_ids
-        # The second prompt shares all before its picture with the first one, and no more.
+        # The second prompt shares all before its image with the first one, and no more.
         shared = seen[0].images[1].start
         assert seen[1].cached_tokens == shared
         messages += [
@@ -117,17 +117,17 @@ async def test_prompts_are_those_of_the_models_own_processor_and_go_on(seeing):
                 "content": None,
                 "tool_calls": [{"id": "c", "type": "function", "function": called}],
             },
-            {"role": "tool", "tool_call_id": "c", "content": [text("zoomed"), picture(two)]},
+            {"role": "tool", "tool_call_id": "c", "content": [text("zoomed"), image(two)]},
         ]
         await ask(session, messages)
         assert [one.sha256 for one in session.calls[-1].images][-1] == seen[0].images[1].sha256
 
 
-async def test_the_other_dialects_read_the_same_prompt(seeing):
+async def test_the_other_dialects_read_the_same_prompt(vision):
     one = png(20, 12, seed=1)
-    async with opened(seeing) as gateway:
+    async with opened(vision) as gateway:
         session = gateway.open_session("r")
-        await ask(session, [{"role": "user", "content": [text("What?"), picture(one)]}])
+        await ask(session, [{"role": "user", "content": [text("What?"), image(one)]}])
         data = base64.b64encode(one).decode()
         source = {"type": "base64", "media_type": "image/png", "data": data}
         client = session.async_anthropic()
@@ -166,29 +166,29 @@ def gif(frames: int) -> bytes:
 
 
 REFUSED = {
-    "empty": (b"", "is no data URL|is no picture"),
-    "not a picture": (b"<svg></svg>", "is no picture that can be read"),
-    "cut off": (png(64, 64)[:900], "is no picture that can be read"),
+    "empty": (b"", "is no data URL|is no image"),
+    "not an image": (b"<svg></svg>", "is no image that can be read"),
+    "cut off": (png(64, 64)[:900], "is no image that can be read"),
     "animated": (gif(3), "is animated: send one frame"),
     "another format": (saved(Image.new("RGB", (8, 8)), "BMP"), "send PNG, JPEG"),
     "a bomb": (saved(Image.new("1", (9000, 6000)), "PNG"), "has 9000 x 6000 pixels: at most"),
     "large": (png(100, 100), "has [0-9]+ bytes: at most 20000 are accepted"),
     "base64": ("data:image/png;base64,@@@@", "is not valid base64"),
-    "no base64": ("data:image/png,abc", "encode the picture in base64"),
+    "no base64": ("data:image/png,abc", "encode the image in base64"),
     "the web": ("https://user:secret@example.com/a.png?key=secret", "nothing is fetched"),
     "a file": ("file:///etc/passwd", "set tuner.images.folder"),
     "unknown": ("sha256:" + "0" * 64, "was not sent before"),
-    "words": ("picture.png", "is no data URL"),
+    "words": ("image.png", "is no data URL"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-async def test_a_picture_that_cannot_be_used_is_named(seeing, case):
+async def test_a_image_that_cannot_be_used_is_named(vision, case):
     content, why = REFUSED[case]
-    async with opened(seeing, content=20_000) as gateway:
+    async with opened(vision, content=20_000) as gateway:
         session = gateway.open_session("r")
         with pytest.raises(openai.BadRequestError, match=why) as caught:
-            await ask(session, [{"role": "user", "content": [text("?"), picture(content)]}])
+            await ask(session, [{"role": "user", "content": [text("?"), image(content)]}])
         place = "messages[0].content[1].image_url.url"
         assert caught.value.body["param"] == place
         assert "secret" not in str(caught.value)
@@ -207,10 +207,10 @@ ODD = {
 
 
 @pytest.mark.parametrize("case", ODD)
-async def test_odd_pictures_are_read(seeing, case):
-    async with opened(seeing) as gateway:
+async def test_odd_images_are_read(vision, case):
+    async with opened(vision) as gateway:
         session = gateway.open_session("r")
-        await ask(session, [{"role": "user", "content": [picture(ODD[case])]}])
+        await ask(session, [{"role": "user", "content": [image(ODD[case])]}])
         assert session.calls[0].images
     sha256 = ALBUM.add(ODD[case], ImageLimits())
     assert ALBUM.open(sha256).mode == "RGB"
@@ -227,7 +227,7 @@ def test_a_cameras_rotation_is_applied():
     assert ALBUM.open(sha256).size == (12, 20)
 
 
-async def test_other_refusals_name_the_field(seeing, tmp_path):
+async def test_other_refusals_name_the_field(vision, tmp_path):
     one = png()
     file = tmp_path / "allowed" / "a.png"
     file.parent.mkdir()
@@ -236,14 +236,14 @@ async def test_other_refusals_name_the_field(seeing, tmp_path):
     (tmp_path / "allowed" / "link.png").symlink_to(tmp_path / "secret.png")
     low = {"type": "image_url", "image_url": {"url": url(one), "detail": "low"}}
     cases = [
-        ([{"role": "system", "content": [picture(one)]}], "this model reads text parts only"),
+        ([{"role": "system", "content": [image(one)]}], "this model reads text parts only"),
         ([{"role": "user", "content": [low]}], 'image_url.detail is "low"'),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "image_url"),
-        ([{"role": "user", "content": [picture(one)] * 3}], "send at most 2"),
-        ([{"role": "user", "content": [picture(one), text("<|image_pad|>")]}], "remove it"),
+        ([{"role": "user", "content": [image(one)] * 3}], "send at most 2"),
+        ([{"role": "user", "content": [image(one), text("<|image_pad|>")]}], "remove it"),
         ([{"role": "user", "content": [{"type": "video"}]}], "text and image_url parts only"),
         *(
-            ([{"role": "user", "content": [picture(f"file://{tmp_path}/{name}")]}], why)
+            ([{"role": "user", "content": [image(f"file://{tmp_path}/{name}")]}], why)
             for name, why in (
                 ("secret.png", "is not in tuner.images.folder"),
                 ("allowed/../secret.png", "is not in tuner.images.folder"),
@@ -252,31 +252,31 @@ async def test_other_refusals_name_the_field(seeing, tmp_path):
             )
         ),
     ]
-    async with opened(seeing, count=2, folder=file.parent) as gateway:
+    async with opened(vision, count=2, folder=file.parent) as gateway:
         session = gateway.open_session("r")
         for messages, why in cases:
             with pytest.raises(openai.BadRequestError, match=why):
                 await ask(session, messages)
         assert not session.calls
-        await ask(session, [{"role": "user", "content": [picture(f"file://{file}")]}])
+        await ask(session, [{"role": "user", "content": [image(f"file://{file}")]}])
         assert session.calls[0].images[0].sha256 == ALBUM.add(one, ImageLimits())
     async with gateway_of(StubEngine()) as gateway:
         session = gateway.open_session("r")
         with pytest.raises(openai.BadRequestError, match="this model reads text parts only"):
-            await ask(session, [{"role": "user", "content": [picture(one)]}])
+            await ask(session, [{"role": "user", "content": [image(one)]}])
 
 
-async def test_a_trace_keeps_each_picture_once(seeing, tmp_path):
+async def test_a_trace_keeps_each_image_once(vision, tmp_path):
     one, two = png(20, 12, seed=5), png(20, 12, seed=6)
-    async with opened(seeing) as gateway:
+    async with opened(vision) as gateway:
         session = gateway.open_session("r")
-        for content in ([picture(one), picture(two)], [picture(one), text("?")]):
+        for content in ([image(one), image(two)], [image(one), text("?")]):
             await ask(session, [{"role": "user", "content": content}])
         calls = tuple(session.calls)
     trace = Trace(
         id=RolloutId(1, 0, 0), task={}, calls=calls, outcome=Outcome.COMPLETED, reward=1.0
     )
-    store = TraceStore(tmp_path, vocabulary=len(seeing[1]))
+    store = TraceStore(tmp_path, vocabulary=len(vision[1]))
     store.append(trace)
     store.append(trace)
     files = sorted((tmp_path / "images").iterdir())
@@ -289,11 +289,11 @@ async def test_a_trace_keeps_each_picture_once(seeing, tmp_path):
     assert ALBUM.content(calls[0].images[0].sha256) == one
 
 
-def test_fuzzed_parts_are_read_or_refused_by_name(seeing):
-    """No value in the place of a part, a URL, a source or a picture raises anything else."""
+def test_fuzzed_parts_are_read_or_refused_by_name(vision):
+    """No value in the place of a part, a URL, a source or an image raises anything else."""
     draw = random.Random(0)
     good = png(12, 12)
-    renderer = ChatRenderer(seeing[1], sight=seeing[0].sight, image_limits=ImageLimits(2, 4000))
+    renderer = ChatRenderer(vision[1], vision=vision[0].vision, image_limits=ImageLimits(2, 4000))
     service = Service(StubEngine(), renderer, "tiny", "template")
     odd = [None, "", 0, [], {}, "auto", "low", "\ud800", "data:image/png;base64,", "file://x", True]
 
@@ -322,11 +322,11 @@ def test_fuzzed_parts_are_read_or_refused_by_name(seeing):
     for _ in range(1500):
         sent = content()
         source = {"type": "base64", "media_type": "image/png", "data": sent.partition(",")[2]}
-        image = {"type": "input_image", "image_url": sent, "detail": "auto"}
+        shown_image = {"type": "input_image", "image_url": sent, "detail": "auto"}
         shown = {
-            "chat": [text("?"), picture(sent)],
+            "chat": [text("?"), image(sent)],
             "messages": [text("?"), {"type": "image", "source": source}],
-            "responses": [{"type": "input_text", "text": "?"}, image],
+            "responses": [{"type": "input_text", "text": "?"}, shown_image],
         }
         dialect = draw.choice([*shown])
         messages = [{"role": "user", "content": changed(shown[dialect])}]
@@ -354,7 +354,7 @@ def test_marks_are_never_in_a_text_from_outside():
             mark.encode()
 
 
-async def test_agentscopes_image_blocks_are_read(seeing, tmp_path):
+async def test_agentscopes_image_blocks_are_read(vision, tmp_path):
     """Its formatter sends blocks of messages, and those of tool results in a message after them."""
     from agentscope.formatter import OpenAIChatFormatter
     from agentscope.message import Base64Source, ImageBlock, Msg, TextBlock, URLSource
@@ -375,7 +375,7 @@ async def test_agentscopes_image_blocks_are_read(seeing, tmp_path):
     messages = await OpenAIChatFormatter(promote_tool_result_images=True).format(
         [Msg("user", shown, "user"), Msg("a", [asked], "assistant"), Msg("s", [result], "system")]
     )
-    async with opened(seeing) as gateway:
+    async with opened(vision) as gateway:
         session = gateway.open_session("r")
         await ask(session, messages)
         names = [ALBUM.add(content, ImageLimits()) for content in (one, two)]

@@ -50,7 +50,7 @@ _TEXT = {
     "tie_word_embeddings": False,
     "bos_token_id": None,
 }
-_VISION = {"intermediate_size": 32, "hidden_size": 16, "initializer_range": 0.3}
+_TOWER = {"intermediate_size": 32, "hidden_size": 16, "initializer_range": 0.3}
 _TOKENS = {
     "qwen": ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"],
     "idefics3": ["<image>", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>"],
@@ -58,12 +58,12 @@ _TOKENS = {
 }
 
 
-def _seeing_tokenizer(kind: str, image: str) -> Any:
-    """One token per byte, ChatML, and the tokens of pictures."""
-    from tests.kit.toy import SEEING_TEMPLATE, tokenizer
+def _vision_tokenizer(kind: str, image: str) -> Any:
+    """One token per byte, ChatML, and the tokens of images."""
+    from tests.kit.toy import VISION_TEMPLATE, tokenizer
 
     spoken = copy.deepcopy(tokenizer())  # which others share
-    spoken.chat_template = SEEING_TEMPLATE.replace("IMAGE", image)
+    spoken.chat_template = VISION_TEMPLATE.replace("IMAGE", image)
     spoken.add_special_tokens({"additional_special_tokens": _TOKENS[kind]})
     return spoken
 
@@ -74,14 +74,14 @@ def _qwen(version: int) -> tuple[Any, Any, Any]:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
-    spoken = _seeing_tokenizer("qwen", "<|vision_start|><|image_pad|><|vision_end|>")
+    spoken = _vision_tokenizer("qwen", "<|vision_start|><|image_pad|><|vision_end|>")
     names = ("vision_start", "image", "vision_end", "video")
     ids = zip(names, spoken.convert_tokens_to_ids(_TOKENS["qwen"]), strict=True)
     sizes = {"patch_size": 4, "temporal_patch_size": 2}
     images = Qwen2VLImageProcessorPil(
         **sizes, merge_size=2, size={"shortest_edge": 64, "longest_edge": 2048}
     )
-    vision = {**_VISION, **sizes, "num_heads": 2, "spatial_merge_size": 2, "out_hidden_size": 32}
+    vision = {**_TOWER, **sizes, "num_heads": 2, "spatial_merge_size": 2, "out_hidden_size": 32}
     if version == 2:
         vision |= {"depth": 1, "window_size": 16, "fullatt_block_indexes": [0]}
         kind, processor = "Qwen2_5_VL", Qwen2_5_VLProcessor
@@ -101,21 +101,21 @@ def _qwen(version: int) -> tuple[Any, Any, Any]:
 
 
 def _idefics3() -> tuple[Any, Any, Any]:
-    """Large pictures in four tiles, with words between them."""
+    """Large images in four tiles, with words between them."""
     from transformers import Idefics3Config, Idefics3ForConditionalGeneration
     from transformers.models.idefics3.image_processing_pil_idefics3 import (
         Idefics3ImageProcessorPil,
     )
     from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 
-    spoken = _seeing_tokenizer("idefics3", "<image>")
+    spoken = _vision_tokenizer("idefics3", "<image>")
     images = Idefics3ImageProcessorPil(
         size={"longest_edge": 32}, max_image_size={"longest_edge": 16}
     )
     config = Idefics3Config(
         text_config={**_TEXT, "model_type": "llama", "vocab_size": len(spoken)},
         vision_config={
-            **_VISION,
+            **_TOWER,
             "num_hidden_layers": 1,
             "num_attention_heads": 2,
             "patch_size": 4,
@@ -135,7 +135,7 @@ def _internvl() -> tuple[Any, Any, Any]:
     )
     from transformers.models.internvl.processing_internvl import InternVLProcessor
 
-    spoken = _seeing_tokenizer("internvl", "<IMG_CONTEXT>")
+    spoken = _vision_tokenizer("internvl", "<IMG_CONTEXT>")
     parts = ("context_image_token", "start_image_token", "end_image_token", "video_token")
     for part, token in zip(parts, _TOKENS["internvl"], strict=True):
         setattr(spoken, part, token)
@@ -146,7 +146,7 @@ def _internvl() -> tuple[Any, Any, Any]:
     config = InternVLConfig(
         text_config={**_TEXT, "model_type": "qwen2", "vocab_size": len(spoken)},
         vision_config={
-            **_VISION,
+            **_TOWER,
             "num_hidden_layers": 1,
             "num_attention_heads": 2,
             "patch_size": [4, 4],
@@ -159,30 +159,30 @@ def _internvl() -> tuple[Any, Any, Any]:
     return InternVLForConditionalGeneration(config), InternVLProcessor, (spoken, images, 4)
 
 
-_SEEING: dict[str, Any] = {
+_FAMILIES: dict[str, Any] = {
     "qwen2_5_vl": lambda: _qwen(2),
     "qwen3_vl": lambda: _qwen(3),
     "idefics3": _idefics3,
     "internvl": _internvl,
 }
-SEEING = tuple(_SEEING)
-"""Families of models that see, as `seeing_model` builds them."""
+VISION = tuple(_FAMILIES)
+"""Families of vision models, as `vision_model` builds them."""
 
 
-def seeing_model(family: str = "qwen2_5_vl", *, seed: int = 0) -> tuple[Any, Any]:
+def vision_model(family: str = "qwen2_5_vl", *, seed: int = 0) -> tuple[Any, Any]:
     """A model of this family with random weights that sees, and its tokenizer."""
-    from tuner.engines.transformers.sight import give_sight, processor_of
+    from tuner.engines.transformers.vision import give_vision, processor_of
 
     torch.manual_seed(seed)
-    model, processor, (spoken, images, *length) = _SEEING[family]()
+    model, processor, (spoken, images, *length) = _FAMILIES[family]()
     names = {"idefics3": "image_seq_len", "internvl": "image_seq_length"}
     settings = {names[family]: length[0]} if length else {}
-    give_sight(model.eval(), (processor_of(processor, images, spoken, **settings), {}))
+    give_vision(model.eval(), (processor_of(processor, images, spoken, **settings), {}))
     return model, spoken
 
 
 def png(width: int = 24, height: int = 16, *, seed: int = 0) -> bytes:
-    """A picture of noise."""
+    """An image of noise."""
     import io
 
     import numpy as np
@@ -194,10 +194,10 @@ def png(width: int = 24, height: int = 16, *, seed: int = 0) -> bytes:
     return file.getvalue()
 
 
-def save_seeing_model(path: Path, family: str = "qwen2_5_vl", *, seed: int = 0) -> Path:
+def save_vision_model(path: Path, family: str = "qwen2_5_vl", *, seed: int = 0) -> Path:
     """A Hugging Face folder with it and the files of its processor."""
-    model, spoken = seeing_model(family, seed=seed)
+    model, spoken = vision_model(family, seed=seed)
     model.save_pretrained(path)
     spoken.save_pretrained(path)
-    model.sight.processor.image_processor.save_pretrained(path)
+    model.vision.processor.image_processor.save_pretrained(path)
     return path

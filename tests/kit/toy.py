@@ -77,7 +77,7 @@ _PICTURED = """
             {%- endif %}
         {%- endfor %}
         {%- set content = parts.text %}"""
-SEEING_TEMPLATE = TEMPLATE.replace(
+VISION_TEMPLATE = TEMPLATE.replace(
     """
     {%- if message.content is string %}{%- set content = message.content %}""",
     _PICTURED,

@@ -91,3 +91,23 @@ async def test_a_rollout_that_is_cancelled_while_it_waits_for_its_turn_ends():
     await holder
     assert await asyncio.gather(other, return_exceptions=True) != [None]
     assert other.cancelled()
+
+
+async def test_plain_functions_of_one_rollout_that_overlap_do_not_block_the_next_rollout():
+    import threading
+
+    second, first_ended = threading.Event(), threading.Event()
+
+    def first():
+        assert second.wait(10)
+        first_ended.set()
+
+    def last():
+        second.set()
+        assert first_ended.wait(10)
+
+    async def both():
+        await asyncio.gather(call_function(first, {}), call_function(last, {}))
+
+    await RandomStates(1).stepping(both())
+    await asyncio.wait_for(RandomStates(2).stepping(child([1])), 10)

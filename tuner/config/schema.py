@@ -449,17 +449,17 @@ class CriticSection(Section):
 
 
 class ImagesSection(Section):
-    """`tuner.images.*`: pictures in prompts, ([pictures](pictures.md))."""
+    """`tuner.images.*`: images in prompts, ([images](images.md))."""
 
     max_count: Count = Field(
-        default=32, ge=1, description="Maximum number of pictures in the messages of a request."
+        default=32, ge=1, description="Maximum number of images in the messages of a request."
     )
-    max_bytes: Count = Field(default=20 << 20, ge=1, description="Maximum bytes of a picture.")
-    max_pixels: Count = Field(default=1 << 25, ge=1, description="Maximum pixels of a picture.")
+    max_bytes: Count = Field(default=20 << 20, ge=1, description="Maximum bytes of an image.")
+    max_pixels: Count = Field(default=1 << 25, ge=1, description="Maximum pixels of an image.")
     folder: str | None = Field(
         default=None,
         min_length=1,
-        description="Folder whose pictures requests may name by `file:` URLs. Not set: none.",
+        description="Folder whose images requests may name by `file:` URLs. Not set: none.",
     )
     train_vision: bool = Field(
         default=False,

@@ -168,7 +168,7 @@ class EngineCapabilities:
         every_setting: Whether it supports the settings from `SamplingParams.min_p` on.
         goes_on: Which partial completions it can continue (`so_far` of `Engine.generate`): none,
             those that may be treated as part of the prompt ("in_parts"), or all.
-        sees: Whether prompts may have the ids of pictures' tokens (`tuner.engines.images`).
+        images: Whether prompts may have the ids of images' tokens (`tuner.engines.images`).
     """
 
     max_model_len: int
@@ -178,7 +178,7 @@ class EngineCapabilities:
     shares_weights: bool = False
     every_setting: bool = False
     goes_on: Literal["never", "in_parts", "always"] = "never"
-    sees: bool = False
+    images: bool = False
 
     def can_go_on(self, sampling: SamplingParams) -> bool:
         """Whether a partial completion with these settings can be continued."""

@@ -1,11 +1,11 @@
-"""Pictures in prompts: how they are read, and the ids that stand for their tokens.
+"""Images in prompts: how they are read, and the ids that stand for their tokens.
 
-The tokens of a picture all have one id, the model's placeholder. Whatever compares prompts (prefix
-caches, token trees, conversations) must not take two pictures for one, so inside this process each
-token of each picture has a distinct id:
+The tokens of an image all have one id, the model's placeholder. Whatever compares prompts (prefix
+caches, token trees, conversations) must not take two images for one, so inside this process each
+token of each image has a distinct id:
 
-    recorded    1 5 5 5 2    with the picture a94a8f... at 1, 3 tokens long
-    compared    1 x x+1 x+2 2      x from `IMAGE_IDS` on, another for each picture
+    recorded    1 5 5 5 2    with the image a94a8f... at 1, 3 tokens long
+    compared    1 x x+1 x+2 2      x from `IMAGE_IDS` on, another for each image
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 IMAGE_IDS = 1 << 24
-"""The first id of a picture's token; no vocabulary has as many."""
+"""The first id of an image's token; no vocabulary has as many."""
 _LAST = (1 << 32) - 1  # trees sort ids of 4 bytes
 REFERENCE = "sha256:"
-"""Begins the URL of a picture whose bytes are kept elsewhere."""
+"""Begins the URL of an image whose bytes are kept elsewhere."""
 
 _SUFFIXES = {"PNG": "png", "JPEG": "jpg", "WEBP": "webp", "GIF": "gif"}
 FORMATS = tuple(_SUFFIXES)
 
 
 class ImageError(TunerError, ValueError):
-    """A picture that cannot be used; the message continues a sentence that begins with it."""
+    """An image that cannot be used; the message continues a sentence that begins with it."""
 
 
 @dataclass(frozen=True)
 class ImageSpan:
-    """A stretch of a prompt that holds tokens of a picture.
+    """A stretch of a prompt that holds tokens of an image.
 
     Attributes:
         start: Its first token in `prompt_ids`.
         length: Number of tokens.
-        sha256: Of the picture's bytes, as they were sent.
-        offset: Number of the picture's tokens before these: some models put text between them.
+        sha256: Of the image's bytes, as they were sent.
+        offset: Number of the image's tokens before these: some models put text between them.
     """
 
     start: int
@@ -62,12 +62,12 @@ class ImageSpan:
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """Limits of a request's pictures.
+    """Limits of a request's images.
 
     Attributes:
-        count: Pictures of one request.
-        content: Bytes of one picture.
-        pixels: Pixels of one picture.
+        count: Images of one request.
+        content: Bytes of one image.
+        pixels: Pixels of one image.
         folder: Files in it may be named; None for none.
     """
 
@@ -78,7 +78,7 @@ class ImageLimits:
 
 
 def content_of(url: str, limits: ImageLimits) -> bytes:
-    """The bytes of a picture that a URL names or holds.
+    """The bytes of an image that a URL names or holds.
 
     Raises:
         ImageError: It has none, or too many.
@@ -87,7 +87,7 @@ def content_of(url: str, limits: ImageLimits) -> bytes:
     scheme = urlsplit(head).scheme.lower() if head[:16].isascii() else ""
     if scheme == "data":
         if not head.lower().endswith(";base64"):
-            raise ImageError("is a data URL without ;base64: encode the picture in base64")
+            raise ImageError("is a data URL without ;base64: encode the image in base64")
         if len(data) > 4 * (limits.content // 3 + 1):
             raise _too_large(len(data) * 3 // 4, limits)
         try:
@@ -106,7 +106,7 @@ def content_of(url: str, limits: ImageLimits) -> bytes:
 
 
 def _unknown(sha256: str) -> ImageError:
-    return ImageError(f"picture {sha256} is unknown: its trace was not read from a file")
+    return ImageError(f"image {sha256} is unknown: its trace was not read from a file")
 
 
 def _too_large(size: int, limits: ImageLimits) -> ImageError:
@@ -120,9 +120,7 @@ def _file(url: str, limits: ImageLimits) -> bytes:
     parts = urlsplit(url)
     path = Path(url2pathname(unquote(parts.path)))
     if limits.folder is None:
-        raise ImageError(
-            "is a file: set tuner.images.folder to a folder whose pictures may be read"
-        )
+        raise ImageError("is a file: set tuner.images.folder to a folder whose images may be read")
     try:
         inside = path.resolve().is_relative_to(limits.folder.resolve())
         if inside and parts.netloc in ("", "localhost"):
@@ -134,7 +132,7 @@ def _file(url: str, limits: ImageLimits) -> bytes:
 
 
 def opened(content: bytes, limits: ImageLimits) -> tuple[Image, str]:
-    """A picture in RGB as a viewer shows it, and the suffix of its files.
+    """An image in RGB as a viewer shows it, and the suffix of its files.
 
     Transparent pixels are white, and a camera's rotation is applied. Nothing is decoded before the
     header has shown the format and the number of pixels.
@@ -146,7 +144,7 @@ def opened(content: bytes, limits: ImageLimits) -> tuple[Image, str]:
         from PIL import Image, ImageOps
     except ImportError as error:
         raise MissingDependencyError(
-            f"pictures need the library Pillow ({error}): {pip_install('vision')}"
+            f"images need the library Pillow ({error}): {pip_install('vision')}"
         ) from error
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
@@ -165,7 +163,7 @@ def opened(content: bytes, limits: ImageLimits) -> tuple[Image, str]:
         raise
     except Exception as error:  # a decoder of damaged data may fail in any way
         raise ImageError(
-            f"is no picture that can be read ({type(error).__name__}): send "
+            f"is no image that can be read ({type(error).__name__}): send "
             f"{', '.join(FORMATS)}, and check that it is complete"
         ) from error
 
@@ -184,7 +182,7 @@ def _rgb(image: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Numbered:
-    """A picture with the first of the ids of its tokens."""
+    """An image with the first of the ids of its tokens."""
 
     sha256: str
     tokens: int
@@ -193,7 +191,7 @@ class _Numbered:
 
 @dataclass
 class _Content:
-    """The bytes of a picture, or the file that has them."""
+    """The bytes of an image, or the file that has them."""
 
     suffix: str
     content: bytes | None
@@ -201,7 +199,7 @@ class _Content:
 
 
 class Album:
-    """The pictures of this process: their bytes, and the ids of their tokens.
+    """The images of this process: their bytes, and the ids of their tokens.
 
     Bytes are dropped once a file has them (`keep`).
     """
@@ -217,7 +215,7 @@ class Album:
     # Bytes
 
     def add(self, content: bytes, limits: ImageLimits) -> str:
-        """The SHA-256 of a picture, which is read once.
+        """The SHA-256 of an image, which is read once.
 
         Raises:
             ImageError: It cannot be used.
@@ -229,7 +227,7 @@ class Album:
         return sha256
 
     def received(self, url: str, limits: ImageLimits) -> str:
-        """The SHA-256 of a picture that a URL holds, or names: one sent before by `sha256:...`.
+        """The SHA-256 of an image that a URL holds, or names: one sent before by `sha256:...`.
 
         Raises:
             ImageError: It cannot be used.
@@ -237,12 +235,12 @@ class Album:
         if url.startswith(REFERENCE):
             sha256 = url.removeprefix(REFERENCE)
             if sha256 not in self._content:
-                raise ImageError("names a picture that was not sent before: send a data URL")
+                raise ImageError("names an image that was not sent before: send a data URL")
             return sha256
         return self.add(content_of(url, limits), limits)
 
     def open(self, sha256: str) -> Image:
-        """The picture in RGB.
+        """The image in RGB.
 
         Raises:
             ImageError: Its file is missing or damaged.
@@ -251,7 +249,7 @@ class Album:
         return opened(content, ImageLimits(content=len(content), pixels=1 << 40))[0]
 
     def content(self, sha256: str) -> bytes:
-        """A picture's bytes, as they were sent."""
+        """An image's bytes, as they were sent."""
         known = self._content.get(sha256)
         if known is None:
             raise _unknown(sha256)
@@ -267,7 +265,7 @@ class Album:
         return content
 
     def keep(self, sha256: str, folder: Path) -> None:
-        """Write a picture into a folder, once; from then on its bytes are read from there."""
+        """Write an image into a folder, once; from then on its bytes are read from there."""
         known = self._content.get(sha256)
         if known is None:
             raise _unknown(sha256)
@@ -281,7 +279,7 @@ class Album:
         known.file, known.content = file, None
 
     def find(self, sha256: str, folder: Path) -> None:
-        """Take a picture of a recorded prompt from a folder; missing files are named when they are
+        """Take an image of a recorded prompt from a folder; missing files are named when they are
         needed."""
         if sha256 not in self._content:
             names = [folder / f"{sha256}.{suffix}" for suffix in _SUFFIXES.values()]
@@ -291,7 +289,7 @@ class Album:
     # Ids
 
     def numbered(self, sha256: str, tokens: int) -> range:
-        """The ids of a picture's tokens."""
+        """The ids of an image's tokens."""
         known = self._numbers.get((sha256, tokens))
         if known is None:
             with self._lock:
@@ -302,12 +300,12 @@ class Album:
                     known = _Numbered(sha256, tokens, self._next)
                     self._first.append(known.first)
                     self._numbered.append(known)
-                    self._next += tokens + 1  # the ids of two pictures never follow each other
+                    self._next += tokens + 1  # the ids of two images never follow each other
                     self._numbers[sha256, tokens] = known
         return range(known.first, known.first + tokens)
 
     def compared(self, prompt_ids: Sequence[int], images: Iterable[ImageSpan]) -> tuple[int, ...]:
-        """A recorded prompt with the pictures' own ids."""
+        """A recorded prompt with the images' own ids."""
         ids = list(prompt_ids)
         spans = list(images)
         tokens: dict[str, int] = {}
@@ -333,19 +331,19 @@ class Album:
             enumerate(seen), lambda one: (one[1] - one[0], ids[one[1]] - one[1])
         ):
             places = [place for _, place in group]
-            picture = self.picture_at(ids[places[0]])
-            offset = ids[places[0]] - picture.first
-            yield ImageSpan(places[0], len(places), picture.sha256, offset)
+            image = self.image_at(ids[places[0]])
+            offset = ids[places[0]] - image.first
+            yield ImageSpan(places[0], len(places), image.sha256, offset)
 
-    def picture_at(self, id_: int) -> _Numbered:
-        """The picture that a token with this id belongs to."""
+    def image_at(self, id_: int) -> _Numbered:
+        """The image that a token with this id belongs to."""
         return self._numbered[bisect_right(self._first, id_) - 1]
 
     @property
     def end(self) -> int:
-        """The first id that no picture has."""
+        """The first id that no image has."""
         return self._next
 
 
 ALBUM = Album()
-"""Everything that reads a prompt in this process must give a picture the same ids."""
+"""Everything that reads a prompt in this process must give an image the same ids."""

@@ -185,7 +185,7 @@ class RequestEngine(DescribedEngine):
         max_model_len: Maximum of prompt and completion tokens of one request.
         version: Version of the current weights.
         grammars: Whether our grammars are followed exactly.
-        shares_weights, every_setting, goes_on, sees: As in `EngineCapabilities`.
+        shares_weights, every_setting, goes_on, images: As in `EngineCapabilities`.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class RequestEngine(DescribedEngine):
         shares_weights: bool,
         every_setting: bool,
         goes_on: Literal["in_parts", "always"],
-        sees: bool = False,
+        images: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._end_ids = end_ids
@@ -214,7 +214,7 @@ class RequestEngine(DescribedEngine):
             shares_weights=shares_weights,
             every_setting=every_setting,
             goes_on=goes_on,
-            sees=sees,
+            images=images,
         )
         if self._capabilities.grammars:
             self._grammars.prepare()
@@ -248,7 +248,7 @@ class RequestEngine(DescribedEngine):
         named = [*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias)]
         named += [token for word in sampling.bad_words for token in word]
         begun = list(so_far.completion_ids) if so_far is not None else []
-        seen = range(IMAGE_IDS, ALBUM.end) if self._capabilities.sees else ()
+        seen = range(IMAGE_IDS, ALBUM.end) if self._capabilities.images else ()
         for what, ids in (
             ("the prompt has", [i for i in prompt if i not in seen]),
             ("the sampling settings name", named),

@@ -310,7 +310,7 @@ class LogitEdits:
         self._completion_ids = completion_ids
         repeats = sampling.repetition_penalty != 1
         prompt = np.unique(np.array(prompt_ids if repeats else [], dtype=np.int64))
-        self._prompt = prompt[prompt < IMAGE_IDS]  # pictures repeat nothing
+        self._prompt = prompt[prompt < IMAGE_IDS]  # images repeat nothing
         self._bias = dict(sampling.logit_bias)
 
     def banned(self, count: int) -> list[int]:

@@ -381,7 +381,7 @@ class _AnyForm:
     """In place of a chat renderer: accepts every setting, and knows no tokens."""
 
     no_tools = None
-    sight = None
+    vision = None
     tokenizer = range(_MANY)
     reads_reasoning = True
 

@@ -574,13 +574,13 @@ _REASONING = {
 }
 
 
-def check_messages(value: Any, at: Path = ("messages",), *, sees: bool = False) -> list[Message]:
+def check_messages(value: Any, at: Path = ("messages",), *, images: bool = False) -> list[Message]:
     """Check messages in the form of chat completions.
 
     Args:
         value: The messages.
         at: Their place in the body.
-        sees: Whether the model reads pictures.
+        images: Whether the model reads images.
 
     Returns:
         The messages without fields that mean nothing for a prompt. What other clients write
@@ -591,10 +591,10 @@ def check_messages(value: Any, at: Path = ("messages",), *, sees: bool = False) 
     """
     if not array(at, value):
         raise wrong(at, "is empty: send at least one message")
-    return [_message(message, (*at, index), sees) for index, message in enumerate(value)]
+    return [_message(message, (*at, index), images) for index, message in enumerate(value)]
 
 
-def _message(message: Any, at: Path, sees: bool) -> Message:
+def _message(message: Any, at: Path, images: bool) -> Message:
     role = object_field(at, message).get("role")
     if role not in _ROLES:
         raise wrong((*at, "role"), f"is {shown(role)}: use one of {', '.join(_ROLES)}")
@@ -608,7 +608,7 @@ def _message(message: Any, at: Path, sees: bool) -> Message:
             string((*at, key), message[key])
     content = message.get("content")
     if content is not None:
-        shown_parts = ("text", "image_url") if sees and role in ("user", "tool") else _PARTS
+        shown_parts = ("text", "image_url") if images and role in ("user", "tool") else _PARTS
         _check_text(content, (*at, "content"), _ANSWER_PARTS if answer else shown_parts)
     elif not answer:
         raise wrong((*at, "content"), "is missing: only an assistant message may omit it")
@@ -679,20 +679,20 @@ def _check_text(content: Any, at: Path, types: tuple[str, ...]) -> None:
 
 
 def _check_image(image: Any, at: Path) -> None:
-    """Check that a part names a picture; it is read later."""
+    """Check that a part names an image; it is read later."""
     name((*at, "url"), object_field(at, image).get("url"))
-    only_keys(image, ("url", "detail"), at, "a picture")
+    only_keys(image, ("url", "detail"), at, "an image")
     check_detail((*at, "detail"), image.get("detail"))
 
 
 def check_detail(at: Path, detail: Any) -> None:
-    """Reject a size of a picture that the model's processor would not choose."""
+    """Reject a size of an image that the model's processor would not choose."""
     if detail not in (None, "auto", "high"):
         raise wrong(at, f"is {shown(detail)}: the model's processor chooses the size; leave it out")
 
 
 def image_part(at: Path, url: Any) -> dict[str, Any]:
-    """The part of a chat message for a picture with this URL."""
+    """The part of a chat message for an image with this URL."""
     return {"type": "image_url", "image_url": {"url": name(at, url)}}
 
 

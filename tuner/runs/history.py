@@ -832,7 +832,7 @@ class _Turns:
         if call.excluded:
             return "excluded_call"
         if call.images:
-            return "call_with_pictures"
+            return "call_with_images"
         return other_role(call, self._roles)
 
 

@@ -24,11 +24,11 @@ from transformers import PreTrainedModel
 from tuner.config.keys import check_path, hub_or_cache, located, require_gguf
 from tuner.config.schema import DEFAULT_ALPHA, DEFAULT_RANK, DEFAULT_TARGETS, LoraSection
 from tuner.engines.request import end_ids_of
-from tuner.engines.transformers.sight import (
+from tuner.engines.transformers.vision import (
     decoder_name,
-    give_sight,
+    give_vision,
     load_processor,
-    sight_of,
+    vision_of,
 )
 from tuner.errors import (
     ConfigError,
@@ -282,8 +282,8 @@ def load_model(
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     folder = model_folder(path, setting)
-    sees = reads_pictures(path, setting=setting)
-    loader: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    images = reads_images(path, setting=setting)
+    loader: Any = AutoModelForImageTextToText if images else AutoModelForCausalLM
     if (Path(path).expanduser() / ADAPTER_CONFIG).exists():
         raise ModelLoadError(_not_an_adapter(path, setting))
     with loading(described(path, setting), "a causal language model"), from_hub(path, setting):
@@ -293,14 +293,14 @@ def load_model(
     _train_every_row(model)
     model.to(device)  # type: ignore[arg-type]
     model.eval()
-    if sees:
+    if images:
         tokenizer = load_tokenizer(path, setting=setting)
-        give_sight(model, load_processor(folder, model.config, tokenizer))
+        give_vision(model, load_processor(folder, model.config, tokenizer))
     return model
 
 
-def reads_pictures(path: str, *, setting: str = "model.model_path") -> bool:
-    """Whether a model is one of pictures and text that transformers has in no other form; those it
+def reads_images(path: str, *, setting: str = "model.model_path") -> bool:
+    """Whether a model is one of images and text that transformers has in no other form; those it
     also has as language models read text only."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -454,9 +454,9 @@ def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
 
 
 def save_processor(model: PreTrainedModel, folder: Path) -> None:
-    """Write the files of the processor of a model that sees, as they were loaded."""
-    sight = sight_of(model)
-    for name, content in () if sight is None else sight.files.items():
+    """Write the files of the processor of a vision model, as they were loaded."""
+    vision = vision_of(model)
+    for name, content in () if vision is None else vision.files.items():
         (folder / name).write_bytes(content)
 
 
@@ -828,8 +828,8 @@ class _NewAdapter:
                 exclude_modules=_names(settings.exclude_modules),
             )
             _check_names(model, settings, key)
-        sight = sight_of(model)
-        if sight is not None and not sight.trained and config.exclude_modules is None:
+        vision = vision_of(model)
+        if vision is not None and not vision.trained and config.exclude_modules is None:
             config.exclude_modules = rf"(?!{re.escape(decoder_name(model))}\.).*"
         shared, linear = _shared_layers(model), _linear_layers(model)
         return cls(config, settings, key, model_path, start, source, shared, linear)

@@ -23,7 +23,7 @@ from tuner.engines.remote import ServedEngine
 from tuner.engines.request import end_ids_of
 from tuner.engines.transformers.engine import TransformersEngine
 from tuner.engines.transformers.model_shape import length_limit
-from tuner.engines.transformers.sight import Sight, sight_of, train_sight
+from tuner.engines.transformers.vision import Vision, train_vision, vision_of
 from tuner.errors import ConfigError
 from tuner.gateway import ChatRenderer, Gateway, Roles, SamplingDefaults, SessionLimits
 from tuner.gateway.families.renderer import SystemPrompt
@@ -263,15 +263,15 @@ def build_stack(
     if not config.model.loras:
         setting = "model.model_path" if weights is None else "the checkpoint to resume from"
         model = load_model(str(weights or path), device=device, dtype=dtype, setting=setting)
-        check_sight(config, model)
+        check_vision(config, model)
     else:
         require_peft()
         model = load_model(path, device=device, dtype=dtype)
-        check_sight(config, model)
+        check_vision(config, model)
         adapter = _adapter(model, config, weights)
     tokenizer = load_tokenizer(path)
     renderer = chat_renderer(
-        config, tokenizer, end_ids_of(model.generation_config, tokenizer), sight_of(model)
+        config, tokenizer, end_ids_of(model.generation_config, tokenizer), vision_of(model)
     )
     turn_ends = stop_at_turns(model, tokenizer, renderer.end_ids)
     trained = for_trainer(config, 1, 1)
@@ -297,10 +297,10 @@ def build_stack(
     )
     peft = None if adapter is None else adapter.model
     machine = Machine.here(model.device)
-    if sight_of(model) is None:
+    if vision_of(model) is None:
         choice = choose_engine(config, machine, needs, adapter=peft)
     else:
-        choice = EngineChoice("transformers", "because no other engine gets pictures here")
+        choice = EngineChoice("transformers", "because no other engine gets images here")
     served = None
     if config.synchronizer.sync_offset and choice.engine_type == "transformers":
         served = ServedCopy(model)
@@ -439,15 +439,15 @@ def _critic(config: RunConfig, stack: Stack) -> PreTrainedModel:
     return load_model(path, device=device, dtype=dtype, setting=setting)
 
 
-def check_sight(config: RunConfig, model: PreTrainedModel) -> None:
-    """Train the vision tower of a model that sees if that is asked for.
+def check_vision(config: RunConfig, model: PreTrainedModel) -> None:
+    """Train the vision tower of a vision model if that is asked for.
 
     Raises:
         ConfigError: The model sees, and a setting does not support that; or it does not see, and
             the vision tower is to be trained.
     """
     train = config.tuner.images.train_vision
-    if sight_of(model) is None:
+    if vision_of(model) is None:
         if train:
             raise ConfigError(
                 "tuner.images.train_vision is true, but the model reads text only: set it to false"
@@ -467,24 +467,24 @@ def check_sight(config: RunConfig, model: PreTrainedModel) -> None:
     ):
         if refused:
             raise ConfigError(
-                f"{setting} is {value}, which does not support models that see: choose another, "
+                f"{setting} is {value}, which does not support vision models: choose another, "
                 "or a model that reads text only"
             )
     if train:
-        train_sight(model)
+        train_vision(model)
 
 
 def chat_renderer(
     config: RunConfig,
     tokenizer: Any,
     end_ids: Collection[int] = (),
-    sight: Sight | None = None,
+    vision: Vision | None = None,
 ) -> ChatRenderer:
     """The chat renderer of the trained model.
 
     Args:
         end_ids: Tokens that end a completion by the model's configuration.
-        sight: How the model reads pictures, if it does.
+        vision: How the model reads images, if it does.
     """
     images = config.tuner.images
     rollout_model = config.explorer.rollout_model
@@ -504,7 +504,7 @@ def chat_renderer(
         tool_call_parser=rollout_model.tool_call_parser,
         reasoning_parser=rollout_model.reasoning_parser,
         end_ids=end_ids,
-        sight=sight,
+        vision=vision,
         image_limits=ImageLimits(
             count=images.max_count,
             content=images.max_bytes,

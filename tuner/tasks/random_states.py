@@ -1,4 +1,4 @@
-"""The global random states, which the user's functions may use: one of each rollout's own."""
+"""The global random states, which the user's functions may use: one for each rollout."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ class RandomStates:
 
     _loaded: ClassVar[RandomStates | None] = None
     _holder: ClassVar[RandomStates | None] = None
+    _held: ClassVar[int] = 0  # by how many blocks of the holder, which may overlap
     _waiting: ClassVar[list[asyncio.Future[None]]] = []
 
     def __init__(self, seed: int) -> None:
@@ -119,16 +120,19 @@ class RandomStates:
             return
         while RandomStates._holder not in (None, owner):
             await RandomStates._turn()
-        outer, RandomStates._holder = RandomStates._holder, owner
+        RandomStates._holder = owner
+        RandomStates._held += 1
         owner.load()
         try:
             yield
         finally:
-            RandomStates._holder = outer
-            waiting, RandomStates._waiting = RandomStates._waiting, []
-            for turn in waiting:
-                if not turn.done():
-                    turn.get_loop().call_soon_threadsafe(_end, turn)
+            RandomStates._held -= 1
+            if not RandomStates._held:
+                RandomStates._holder = None
+                waiting, RandomStates._waiting = RandomStates._waiting, []
+                for turn in waiting:
+                    if not turn.done():
+                        turn.get_loop().call_soon_threadsafe(_end, turn)
 
 
 def _end(turn: asyncio.Future[None]) -> None:

@@ -87,7 +87,7 @@ class Call:
         replayed: Number of `completion_ids`, from the first on, that were not sampled for this
             call:
             its session's script copied them from a call of another rollout, which counts them.
-        images: Where `prompt_ids` holds placeholders of pictures, in order.
+        images: Where `prompt_ids` holds placeholders of images, in order.
         billed: Token counts reported by a remote model, whose ids are unknown; None if the ids are
             known.
         invalid: Why the call can never be trained, or None.
@@ -135,7 +135,7 @@ class Call:
 
     @property
     def compared(self) -> Call:
-        """The call as it is compared with others in this process: each picture's tokens have ids of
+        """The call as it is compared with others in this process: each image's tokens have ids of
         its own (`tuner.engines.images`)."""
         if not self.images:
             return self

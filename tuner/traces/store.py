@@ -405,7 +405,7 @@ STORED_CALLS = JsonReader[dict[str, Any]](
 """Calls in a server's store: each with the messages and tools that are new in it."""
 
 IMAGES = "images"
-"""The folder, beside the files of steps, with the pictures of their prompts, each once."""
+"""The folder, beside the files of steps, with the images of their prompts, each once."""
 
 SERVED = "serving.sqlite"
 """The file in a server's run directory with its sessions."""
@@ -415,7 +415,7 @@ class TraceStore:
     """Appends traces to `<folder>/<split>_step_<n>.jsonl` (`step_<n>.jsonl` for training).
 
     Each line is one packed trace, so that it grows with what is new in each call; files of earlier
-    versions are also read. Pictures are in `<folder>/images/<sha256>.<png, jpg, ...>`, as they were
+    versions are also read. Images are in `<folder>/images/<sha256>.<png, jpg, ...>`, as they were
     sent.
 
     A line is written and flushed when its rollout ends, so a killed process loses at most the line

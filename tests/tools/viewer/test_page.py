@@ -48,16 +48,16 @@ def test_what_a_model_wrote_cannot_become_html(tmp_path):
     assert body["trace"]["response"] == HOSTILE
 
 
-def test_pictures_are_in_their_place_as_far_as_there_is_room(tmp_path):
+def test_images_are_in_their_place_as_far_as_there_is_room(tmp_path):
     shown = [png(seed=seed) for seed in (1, 2)]
     names = [ALBUM.add(one, ImageLimits()) for one in shown]
     parts = [{"type": "image_url", "image_url": {"url": f"sha256:{name}"}} for name in names]
-    seeing = dataclasses.replace(
+    vision = dataclasses.replace(
         call("c", [1, 5, 5], [2], [-1.0]),
         messages=[{"role": "user", "content": [{"type": "text", "text": "?"}, *parts]}],
         images=tuple(ImageSpan(place, 1, name) for place, name in enumerate(names, 1)),
     )
-    run = store_run(tmp_path, [trace(0, 0, [seeing], reward=1.0)])
+    run = store_run(tmp_path, [trace(0, 0, [vision], reward=1.0)])
     urls = [f"data:image/png;base64,{base64.b64encode(one).decode()}" for one in shown]
 
     def found(room: int) -> list[str]:

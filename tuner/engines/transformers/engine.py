@@ -38,9 +38,9 @@ from tuner.engines.transformers.passes import (
     served_model,
 )
 from tuner.engines.transformers.row_adapters import RowAdapters
-from tuner.engines.transformers.sight import sight_of
 from tuner.engines.transformers.slots import FEW_TOKENS, SlotRunner
 from tuner.engines.transformers.threads import taking_turns
+from tuner.engines.transformers.vision import vision_of
 from tuner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class TransformersEngine(RequestEngine):
             shares_weights=True,
             every_setting=True,
             goes_on="always",
-            sees=sight_of(self._model) is not None,
+            images=vision_of(self._model) is not None,
         )
         self._adapters = frozenset(adapters)
         self._guard = WeightsGuard(self._model)
@@ -184,7 +184,7 @@ class TransformersEngine(RequestEngine):
                 max_model_len=longest,
                 prefill_tokens=prefill_tokens,
                 # The number of tokens that an adapter computes differs from pass to pass.
-                enforce_eager=enforce_eager or self._capabilities.sees or adapters is not None,
+                enforce_eager=enforce_eager or self._capabilities.images or adapters is not None,
                 sizes=sizes,
             )
         told = names_positions(model, probe_length(model.config))

@@ -95,7 +95,7 @@ class Placement:
         levels: The prefixes of the rows.
         tokens: Number of tokens that products are computed for in a deterministic engine, which the
             written ones are padded to; 0 in others.
-        shift: See `Sight.shifts`, shape [m, C]; None if no picture shifts a token.
+        shift: See `Vision.shifts`, shape [m, C]; None if no image shifts a token.
     """
 
     rows: slice | Tensor

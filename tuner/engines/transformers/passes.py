@@ -32,7 +32,7 @@ from tuner.engines.transformers.cascade import (
 from tuner.engines.transformers.kv_cache import Placement, SlotCache
 from tuner.engines.transformers.model_shape import layer_windows, probe_length
 from tuner.engines.transformers.row_adapters import RowAdapters
-from tuner.engines.transformers.sight import decoder_inputs, decoder_of, sight_of
+from tuner.engines.transformers.vision import decoder_inputs, decoder_of, vision_of
 from tuner.errors import ConfigError
 
 # The forward pass of a plain decoder, with little overhead around its matrix products.
@@ -555,14 +555,14 @@ def continued(
 
     Args:
         first: Position of the first id; None if the model knows it from the cache.
-        shift: See `Sight.shifts`, [1, C].
+        shift: See `Vision.shifts`, [1, C].
     """
     name = cache_argument(model)
     places = None
     if first is not None:
         places = torch.arange(first, first + ids.shape[1], device=ids.device)[None]
     given = decoder_inputs(model, ids, places, shift) | {name: cache, "use_cache": True}
-    if sight_of(model) is not None:
+    if vision_of(model) is not None:
         output = decoder_of(model)(**given)
         return head_logits(model, output.last_hidden_state[:, -1]), getattr(output, name, None)
     output = model(**given, **forward_options(model))
@@ -578,25 +578,25 @@ def head_logits(model: PreTrainedModel, states: Tensor) -> Tensor:
 
 def whole_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Logits [B, S, V] of a plain forward pass over ids [B, S]."""
-    sight = sight_of(model)
-    if sight is None:
+    vision = vision_of(model)
+    if vision is None:
         logits: Tensor = model(input_ids=ids, use_cache=False).logits
         return logits
-    shift = torch.from_numpy(sight.shifts(ids.cpu().numpy())).to(ids.device)
+    shift = torch.from_numpy(vision.shifts(ids.cpu().numpy())).to(ids.device)
     given = decoder_inputs(model, ids, None, shift)
     return head_logits(model, decoder_of(model)(**given, use_cache=False).last_hidden_state)
 
 
 def probe_ids(model: PreTrainedModel, length: int) -> Tensor:
-    """Ids [S] for comparing passes, of at least this length: a model that sees is shown a
-    picture."""
+    """Ids [S] for comparing passes, of at least this length: a vision model is shown a
+    image."""
     ids = torch.arange(length, device=model.device) * 7 + 3
     ids %= model.config.get_text_config(decoder=True).vocab_size
-    sight = sight_of(model)
-    if sight is None:
+    vision = vision_of(model)
+    if vision is None:
         return ids
-    picture = torch.tensor(sight.probe_ids(), device=model.device)
-    return torch.cat([ids[:2], picture, ids[2:]])
+    image = torch.tensor(vision.probe_ids(), device=model.device)
+    return torch.cat([ids[:2], image, ids[2:]])
 
 
 @torch.no_grad()
@@ -631,11 +631,11 @@ def names_positions(model: PreTrainedModel, length: int) -> bool | str:
 
 
 def row_shift(model: PreTrainedModel, ids: Tensor) -> Tensor | None:
-    """See `Sight.shifts`, for ids [B, S]; None if nothing is shifted."""
-    sight = sight_of(model)
-    if sight is None:
+    """See `Vision.shifts`, for ids [B, S]; None if nothing is shifted."""
+    vision = vision_of(model)
+    if vision is None:
         return None
-    shift = sight.shifts(ids.cpu().numpy())
+    shift = vision.shifts(ids.cpu().numpy())
     return torch.from_numpy(shift).to(ids.device) if shift.any() else None
 
 
@@ -751,16 +751,16 @@ class RowPass:
         self._options = forward_options(model)
         self._cache_argument = cache_argument(model)
         self.plain = PlainDecoder(model, windows) if plain else None
-        self._sight = sight_of(model)
+        self._vision = vision_of(model)
         self.shares = shares
         self.layers: int = model.config.get_text_config(decoder=True).num_hidden_layers
 
     def shift(self, tokens: Ints, positions: Ints) -> Ints | None:
-        """By how much pictures shift the tokens at these positions [m, C] of rows [m, S]; None if
+        """By how much images shift the tokens at these positions [m, C] of rows [m, S]; None if
         they shift none."""
-        if self._sight is None:
+        if self._vision is None:
             return None
-        shift = self._sight.shifts(tokens[:, : int(positions.max()) + 1])
+        shift = self._vision.shifts(tokens[:, : int(positions.max()) + 1])
         return np.take_along_axis(shift, positions, axis=1) if shift.any() else None
 
     def with_adapters(self, adapters: RowAdapters) -> RowPass | str:
@@ -812,7 +812,7 @@ class RowPass:
             "use_cache": True,
             self._cache_argument: cache,
         }
-        if self._sight is not None:
+        if self._vision is not None:
             states = decoder_of(self._model)(**given).last_hidden_state
             return head_logits(self._model, states[:, -1])
         output = self._model(**given, **self._options)

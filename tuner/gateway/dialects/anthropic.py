@@ -49,7 +49,7 @@ from tuner.gateway.sessions import Session
 Content = str | list[dict[str, Any]]
 
 
-def read_messages(at: Path, value: Any, *, sees: bool = False) -> list[Message]:
+def read_messages(at: Path, value: Any, *, images: bool = False) -> list[Message]:
     """The request's messages in the form of chat completions.
 
     Raises:
@@ -64,7 +64,7 @@ def read_messages(at: Path, value: Any, *, sees: bool = False) -> list[Message]:
         if not isinstance(role, str) or role not in _ROLES:
             raise wrong((*here, "role"), f"is {shown(role)}: use {' or '.join(_ROLES)}")
         only_keys(message, ("role", "content"), here, f"a message with role {role!r}")
-        more = {"sees": sees} if role == "user" else {}
+        more = {"images": images} if role == "user" else {}
         messages += _ROLES[role](message.get("content"), (*here, "content"), **more)
     return messages
 
@@ -78,11 +78,11 @@ def _system(content: Any, at: Path) -> list[Message]:
     return [{"role": "system", "content": system_content(at, content)}]
 
 
-def _user(content: Any, at: Path, *, sees: bool) -> list[Message]:
-    """Adjacent texts and pictures become a user message, each tool result a tool message."""
+def _user(content: Any, at: Path, *, images: bool) -> list[Message]:
+    """Adjacent texts and images become a user message, each tool result a tool message."""
     messages: list[Message] = []
     texts: list[str | dict[str, Any]] = []
-    seen = ("text", "image") if sees else ("text",)
+    seen = ("text", "image") if images else ("text",)
 
     def say() -> None:
         if texts:
@@ -158,7 +158,7 @@ def _text(block: dict[str, Any], at: Path) -> str:
 
 
 def _shown(block: dict[str, Any], at: Path) -> str | dict[str, Any]:
-    """A text, or a picture as a part of a chat message."""
+    """A text, or an image as a part of a chat message."""
     if block["type"] == "text":
         return _text(block, at)
     only_keys(block, ("type", "source", "cache_control"), at, "an image block")
@@ -259,9 +259,9 @@ def read_count_request(body: bytes, service: Service) -> CompletionRequest:
 
 
 def _table(fields: Mapping[str, Reader], service: Service) -> dict[str, Reader]:
-    """The fields' readers; that of messages reads pictures if the model does."""
-    sees = service.renderer.sight is not None
-    return {**fields, "messages": partial(read_messages, sees=sees)}
+    """The fields' readers; that of messages reads images if the model does."""
+    images = service.renderer.vision is not None
+    return {**fields, "messages": partial(read_messages, images=images)}
 
 
 def _request(values: dict[str, Any], service: Service) -> CompletionRequest:

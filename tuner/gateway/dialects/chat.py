@@ -58,8 +58,8 @@ def read_chat_request(body: bytes, service: Service) -> CompletionRequest:
     Raises:
         RequestError: 400 that names the field, its value and what to do.
     """
-    sees = service.renderer.sight is not None
-    table = {**CHAT_FIELDS, "messages": lambda at, value: check_messages(value, at, sees=sees)}
+    images = service.renderer.vision is not None
+    table = {**CHAT_FIELDS, "messages": lambda at, value: check_messages(value, at, images=images)}
     values = read_fields(
         body, table, required=("model", "messages"), what="a chat completion request"
     )

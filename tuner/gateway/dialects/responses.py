@@ -69,19 +69,19 @@ _ROLES = ("user", "assistant", "system", "developer")
 
 
 def read_items(
-    items: list[Any], kept: Mapping[str, KeptResponse], *, sees: bool = False
+    items: list[Any], kept: Mapping[str, KeptResponse], *, images: bool = False
 ) -> list[Message]:
     """The chat messages of `input`.
 
     Args:
         items: As sent.
-        sees: Whether the model reads pictures.
+        images: Whether the model reads images.
         kept: The session's responses by id, which items may refer to.
 
     Raises:
         RequestError: 400 that names the item and the field; 404: an unknown reference.
     """
-    reader = _ItemReader(kept, ("input_image",) if sees else ())
+    reader = _ItemReader(kept, ("input_image",) if images else ())
     for index, item in enumerate(items):
         reader.add(item, ("input", index))
     return reader.messages
@@ -213,7 +213,7 @@ _IGNORED = ("phase", "parsed", "parsed_arguments", "provider_specific_fields")
 
 
 def _text_parts(content: Any, at: Path, types: tuple[str, ...] = ()) -> str | list[dict[str, Any]]:
-    """Text and pictures in the form of a chat message: one string, or several parts."""
+    """Text and images in the form of a chat message: one string, or several parts."""
     if isinstance(content, str):
         return content
     return content_of(_shown_parts(content, at, ("input_text", "output_text", *types)))
@@ -224,7 +224,7 @@ def _texts(parts: Any, at: Path, types: tuple[str, ...]) -> list[str]:
 
 
 def _shown_parts(parts: Any, at: Path, types: tuple[str, ...]) -> list[str | dict[str, Any]]:
-    """Texts, and pictures as parts of a chat message."""
+    """Texts, and images as parts of a chat message."""
     if not isinstance(parts, list):
         raise wrong(at, f"must be a string or an array of parts, not {kind(parts)}")
     texts: list[str | dict[str, Any]] = []
@@ -237,7 +237,7 @@ def _shown_parts(parts: Any, at: Path, types: tuple[str, ...]) -> list[str | dic
                 f"is {shown(type_)}: this model reads text only; use {' or '.join(types)}",
             )
         if type_ == "input_image":
-            only_keys(part, ("type", "image_url", "detail"), here, "a picture")
+            only_keys(part, ("type", "image_url", "detail"), here, "an image")
             check_detail((*here, "detail"), part.get("detail"))
             texts.append(image_part((*here, "image_url"), part.get("image_url")))
             continue
@@ -306,7 +306,7 @@ def read_responses_request(
     if isinstance(asked, str):
         history.append({"role": "user", "content": asked})
     else:
-        history += read_items(asked, kept, sees=service.renderer.sight is not None)
+        history += read_items(asked, kept, images=service.renderer.vision is not None)
     instructions = values.get("instructions")
     messages = history
     if instructions is not None:

@@ -55,7 +55,7 @@ from tuner.traces import Call
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from tuner.engines.transformers.sight import Sight
+    from tuner.engines.transformers.vision import Vision
 
 
 # Positions where a text can be cut so that its parts get the same ids as the whole.
@@ -305,8 +305,8 @@ class ChatRenderer:
         reasoning_parser: A name of `REASONING_PARSERS`; "none" or None leaves reasoning in the
             text.
         end_ids: Tokens that end a completion by the model's configuration.
-        sight: How the model reads pictures; None if it reads text only.
-        image_limits: Which pictures are accepted; None: the defaults.
+        vision: How the model reads images; None if it reads text only.
+        image_limits: Which images are accepted; None: the defaults.
 
     Attributes:
         tokenizer, special_tokens: Encoding, and its borders.
@@ -332,11 +332,11 @@ class ChatRenderer:
         tool_call_parser: str | None = "hermes",
         reasoning_parser: str | None = "deepseek_r1",
         end_ids: Collection[int] = (),
-        sight: Sight | None = None,
+        vision: Vision | None = None,
         image_limits: ImageLimits | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self.sight = sight
+        self.vision = vision
         self._image_limits = image_limits or ImageLimits()
         self._tool_call_parser = "none" if tool_call_parser is None else tool_call_parser
         self._reasoning_parser = "none" if reasoning_parser is None else reasoning_parser
@@ -445,39 +445,39 @@ class ChatRenderer:
                 f"the model's chat template cannot render these messages: {error}",
                 path=("messages",),
             ) from error
-        return self._with_pictures(text, [url for _, url in images_of(messages)])
+        return self._with_images(text, [url for _, url in images_of(messages)])
 
-    def _with_pictures(self, text: str, urls: Sequence[str]) -> str:
-        """A prompt's text with each picture's own mark in place of the placeholder.
+    def _with_images(self, text: str, urls: Sequence[str]) -> str:
+        """A prompt's text with each image's own mark in place of the placeholder.
 
         Raises:
             RequestError: 400: a message contains a placeholder, or the template left one out.
         """
-        if self.sight is None or not urls:
+        if self.vision is None or not urls:
             return text
-        parts = text.split(self.sight.image_token)
+        parts = text.split(self.vision.image_token)
         if len(parts) != len(urls) + 1:
             raise RequestError(
-                f"the chat template wrote {len(parts) - 1} times {self.sight.image_token!r} for "
-                f"{len(urls)} pictures: remove it from the messages' texts, or set "
-                "model.chat_template_path to a template that shows every picture",
+                f"the chat template wrote {len(parts) - 1} times {self.vision.image_token!r} for "
+                f"{len(urls)} images: remove it from the messages' texts, or set "
+                "model.chat_template_path to a template that shows every image",
                 path=("messages",),
             )
-        marks = [_mark(self.sight.ids(url.removeprefix(REFERENCE))[0]) for url in urls]
+        marks = [_mark(self.vision.ids(url.removeprefix(REFERENCE))[0]) for url in urls]
         return "".join(part + mark for part, mark in zip(parts, [*marks, ""], strict=True))
 
     def received(self, messages: list[Message]) -> list[Message]:
-        """Checked messages with references in place of pictures, which are read and remembered.
+        """Checked messages with references in place of images, which are read and remembered.
 
         Raises:
-            RequestError: 400: a picture cannot be used, or there are too many.
+            RequestError: 400: an image cannot be used, or there are too many.
         """
         found = list(images_of(messages))
-        if self.sight is None or not found:
+        if self.vision is None or not found:
             return messages
         if len(found) > self._image_limits.count:
             raise RequestError(
-                f"{len(found)} pictures are in the messages: send at most "
+                f"{len(found)} images are in the messages: send at most "
                 f"{self._image_limits.count} (tuner.images.max_count)",
                 path=("messages",),
             )
@@ -485,7 +485,7 @@ class ChatRenderer:
         for place, url in found:
             try:
                 sha256 = ALBUM.received(url, self._image_limits)
-                self.sight.ids(sha256)
+                self.vision.ids(sha256)
             except ImageError as error:
                 raise RequestError(f" {error}", path=place, begins=True) from error
             references.append({"type": "image_url", "image_url": {"url": REFERENCE + sha256}})
@@ -504,8 +504,8 @@ class ChatRenderer:
         ]
 
     def recorded(self, ids: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[ImageSpan, ...]]:
-        """A prompt as the model's own processor writes it, and where its pictures are."""
-        return (ids, ()) if self.sight is None else ALBUM.recorded(ids, self.sight.image_token_id)
+        """A prompt as the model's own processor writes it, and where its images are."""
+        return (ids, ()) if self.vision is None else ALBUM.recorded(ids, self.vision.image_token_id)
 
     def _apply(
         self, shaped: list[Message], tools: Tools, *, add_generation_prompt: bool, **extra: Any
@@ -692,14 +692,14 @@ class ChatRenderer:
                 )
 
     def _encode_text(self, text: str, special: bool = False) -> tuple[int, ...]:
-        if self.sight is None or not (marks := list(_MARK.finditer(text))):
+        if self.vision is None or not (marks := list(_MARK.finditer(text))):
             return tuple(self.tokenizer.encode(displayable(text), add_special_tokens=special))
-        pictures = [ALBUM.picture_at(_marked(mark[1])) for mark in marks]
-        written = (self.sight.read(picture.sha256).text for picture in pictures)
+        images = [ALBUM.image_at(_marked(mark[1])) for mark in marks]
+        written = (self.vision.read(image.sha256).text for image in images)
         text = displayable(_MARK.sub(lambda _: next(written), text))
         ids = list(self.tokenizer.encode(text, add_special_tokens=special))
-        own = (id_ for p in pictures for id_ in range(p.first, p.first + p.tokens))
-        places = [place for place, id_ in enumerate(ids) if id_ == self.sight.image_token_id]
+        own = (id_ for p in images for id_ in range(p.first, p.first + p.tokens))
+        places = [place for place, id_ in enumerate(ids) if id_ == self.vision.image_token_id]
         for place, id_ in zip(places, own, strict=True):
             ids[place] = id_
         return tuple(ids)
@@ -716,14 +716,14 @@ class ChatRenderer:
         return self.decode(prompt_ids[-_TAIL:]).rstrip().endswith(opener)
 
 
-# A picture in a prompt's text: halves of UTF-16 pairs, which a text from outside never has here
+# An image in a prompt's text: halves of UTF-16 pairs, which a text from outside never has here
 # (`displayable`), so nobody can write another's mark.
 _MARK = re.compile("\udfff([\udc00-\udffe]{4})")
 _BASE = 0x3FF
 
 
 def _mark(id_: int) -> str:
-    """The mark of the picture whose first token has this id."""
+    """The mark of the image whose first token has this id."""
     digits = [id_ // _BASE**power % _BASE for power in range(4)]
     return "\udfff" + "".join(chr(0xDC00 + digit) for digit in digits)
 

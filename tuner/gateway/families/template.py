@@ -32,7 +32,7 @@ def text_of(content: str | list[dict[str, Any]]) -> str:
 
 
 def content_of(parts: Sequence[str | dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """The content of a message: one text as a string, several texts and pictures as parts."""
+    """The content of a message: one text as a string, several texts and images as parts."""
     if len(parts) == 1 and isinstance(parts[0], str):
         return parts[0]
     return [{"type": "text", "text": one} if isinstance(one, str) else one for one in parts]
@@ -104,14 +104,14 @@ def for_template(
 
 
 def _parts(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """Text as a string; with pictures among it, the parts that templates read."""
+    """Text as a string; with images among it, the parts that templates read."""
     if isinstance(content, str) or all(part["type"] != "image_url" for part in content):
         return text_of(content)
     return [{"type": "image"} if part["type"] == "image_url" else part for part in content]
 
 
 def images_of(messages: Iterable[Message]) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Place and URL of each picture in checked messages, in order."""
+    """Place and URL of each image in checked messages, in order."""
     for number, message in enumerate(messages):
         content = message.get("content")
         for index, part in enumerate(content if isinstance(content, list) else ()):

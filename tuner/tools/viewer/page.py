@@ -131,7 +131,7 @@ EXACT_INTEGER = 2**53 - 1
 
 
 IMAGE_BYTES = 32 << 20
-"""Maximum bytes of the pictures of one trace."""
+"""Maximum bytes of the images of one trace."""
 
 
 class RunReader:
@@ -172,10 +172,10 @@ class RunReader:
         }
 
     def trace(self, file: str, offset: int, image_bytes: int = IMAGE_BYTES) -> dict[str, Any]:
-        """One trace as stored, with the text of its tokens and its pictures.
+        """One trace as stored, with the text of its tokens and its images.
 
         Args:
-            image_bytes: Maximum bytes of its pictures, as text; the others are only named.
+            image_bytes: Maximum bytes of its images, as text; the others are only named.
 
         Returns:
             `trace`, packed as stored, without settings and fields of calls that have their
@@ -200,7 +200,7 @@ class RunReader:
             distinct, folder = stored["distinct"], self.directory.traces / IMAGES
             stored["distinct"] = {
                 **distinct,
-                "messages": with_pictures(distinct["messages"], folder, image_bytes),
+                "messages": with_images(distinct["messages"], folder, image_bytes),
             }
         ids: set[int] = set()
         for call in calls:
@@ -261,8 +261,8 @@ class RunReader:
         return max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)
 
 
-def with_pictures(messages: list[Any], folder: Path, room: int) -> list[Any]:
-    """Stored messages with data URLs in place of references to the pictures in a folder, as far as
+def with_images(messages: list[Any], folder: Path, room: int) -> list[Any]:
+    """Stored messages with data URLs in place of references to the images in a folder, as far as
     there is room for them."""
     found = []
     for message in messages:
@@ -270,7 +270,7 @@ def with_pictures(messages: list[Any], folder: Path, room: int) -> list[Any]:
         if isinstance(content, list):
             parts = []
             for part in content:
-                shown = _data_url(part["image_url"]["url"], folder) if _is_picture(part) else ""
+                shown = _data_url(part["image_url"]["url"], folder) if _is_image(part) else ""
                 if shown and len(shown) <= room:
                     room -= len(shown)
                     part = {"type": "image_url", "image_url": {"url": shown}}
@@ -280,21 +280,21 @@ def with_pictures(messages: list[Any], folder: Path, room: int) -> list[Any]:
     return found
 
 
-def pictures_of(messages: list[Any]) -> Iterator[str]:
+def images_of(messages: list[Any]) -> Iterator[str]:
     """The data URLs in messages."""
     for message in messages:
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
-            if _is_picture(part) and part["image_url"]["url"].startswith("data:"):
+            if _is_image(part) and part["image_url"]["url"].startswith("data:"):
                 yield part["image_url"]["url"]
 
 
-def _is_picture(part: Any) -> bool:
+def _is_image(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "image_url"
 
 
 def _data_url(reference: str, folder: Path) -> str:
-    """The picture that a reference names; "" if its file is missing."""
+    """The image that a reference names; "" if its file is missing."""
     sha256 = reference.removeprefix(REFERENCE)
     if not (reference.startswith(REFERENCE) and sha256.isalnum()):
         return ""
@@ -447,7 +447,7 @@ def report_data(
             continue
         size += row.size
         body = reader.trace(row.file, row.offset, max(0, trace_bytes - size))
-        size += sum(map(len, pictures_of(body["trace"].get("distinct", {}).get("messages", []))))
+        size += sum(map(len, images_of(body["trace"].get("distinct", {}).get("messages", []))))
         for call in body["trace"]["calls"]:
             call["logprobs"] = [round(value, LOGPROB_DIGITS) for value in call["logprobs"]]
         # One shared vocabulary, and one tree for all its ends.

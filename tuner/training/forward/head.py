@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from tuner.engines.grammar import Bits, Grammars, to_device, unpacked
 from tuner.engines.sampling import Edit, LogitEdits, edited, kept_ids, sampled_logprobs
-from tuner.engines.transformers.sight import decoder_of, sight_of
+from tuner.engines.transformers.vision import decoder_of, vision_of
 from tuner.errors import TrainingError
 from tuner.traces.tree import IntArray
 from tuner.training.batch import Row
@@ -309,7 +309,7 @@ the output embedding, which is most of the cost of a small part: on a CPU 176 to
 def body(model: PreTrainedModel) -> nn.Module:
     """The model below the output embedding, which takes `decoder_inputs` and gives
     `last_hidden_state`; all of a critic."""
-    if sight_of(model) is not None:
+    if vision_of(model) is not None:
         return decoder_of(model)
     found = model.base_model
     # Llama 4's text model names a part that only its multimodal one has, and so finds itself.

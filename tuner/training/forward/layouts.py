@@ -27,7 +27,7 @@ from tuner.engines.base import SamplingParams
 from tuner.engines.grammar import Grammars
 from tuner.engines.transformers.model_shape import layer_windows, length_limit, probe_length
 from tuner.engines.transformers.passes import causal_model
-from tuner.engines.transformers.sight import sight_of
+from tuner.engines.transformers.vision import vision_of
 from tuner.errors import ConfigError, TrainingError
 from tuner.training.batch import Row
 from tuner.training.forward.head import TokenLogprobs, body
@@ -570,9 +570,9 @@ def _probe_rows(model: nn.Module) -> list[Row]:
     for i, parts in enumerate([*_PROBE, (long[:-4], long[-4:])]):
         prompt, completion = (tuple(id_ % known for id_ in part) for part in parts)
         recorded = (0.0,) * len(completion)
-        sight = sight_of(causal)
-        if sight is not None and i in (0, 1, 4):  # the first two share it
-            prompt = prompt[:2] + tuple(sight.probe_ids()) + prompt[2:]
+        vision = vision_of(causal)
+        if vision is not None and i in (0, 1, 4):  # the first two share it
+            prompt = prompt[:2] + tuple(vision.probe_ids()) + prompt[2:]
         rows.append(Row(str(i), 0, prompt, completion, recorded, SamplingParams(max_tokens=2)))
     return rows
 

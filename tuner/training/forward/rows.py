@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 
 from tuner.engines.grammar import Grammars, to_device
 from tuner.engines.transformers.passes import causal_model
-from tuner.engines.transformers.sight import decoder_inputs, sight_of
+from tuner.engines.transformers.vision import decoder_inputs, vision_of
 from tuner.traces.tree import IntArray
 from tuner.training.batch import Row
 from tuner.training.forward.head import (
@@ -170,7 +170,7 @@ def completion_logprobs(
         GrammarError: A row's completion does not follow its grammar.
     """
     device = next(model.parameters()).device
-    if in_parts or sight_of(causal_model(model)) is not None:
+    if in_parts or vision_of(causal_model(model)) is not None:
         head = OutputHead(causal_model(model))
         sampled = TokenTargets.of(rows, head.vocabulary, grammars)
         states_TD = completion_states(model, rows)
@@ -209,9 +209,9 @@ def completion_states(model: nn.Module, rows: Sequence[Row]) -> Tensor:
 
 
 def row_shifts(model: PreTrainedModel, ids_BS: IntArray) -> IntArray | None:
-    """See `Sight.shifts`; None for a model that reads text only."""
-    sight = sight_of(model)
-    return None if sight is None else sight.shifts(ids_BS)
+    """See `Vision.shifts`; None for a model that reads text only."""
+    vision = vision_of(model)
+    return None if vision is None else vision.shifts(ids_BS)
 
 
 def _inputs(

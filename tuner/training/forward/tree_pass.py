@@ -44,7 +44,7 @@ from tuner.engines.grammar import Grammars, to_device
 from tuner.engines.transformers.cascade import flash
 from tuner.engines.transformers.model_shape import head_width, layer_configs
 from tuner.engines.transformers.passes import causal_model
-from tuner.engines.transformers.sight import decoder_inputs, sight_of
+from tuner.engines.transformers.vision import decoder_inputs, vision_of
 from tuner.errors import TrainingError
 from tuner.traces.tree import HasIds, IntArray, TokenTree, sequence_keys
 from tuner.training.batch import Row
@@ -809,9 +809,9 @@ def _hidden(
         masks = {kind: one.block_mask for kind, one in attention.items()}
     else:
         masks = {kind: one.mask() for kind, one in attention.items()}
-    sight, shift = sight_of(model), None
-    if sight is not None:
-        shift = to_device(sight.tree_shifts(tree.token, tree.end), device)[None]
+    vision, shift = vision_of(model), None
+    if vision is not None:
+        shift = to_device(vision.tree_shifts(tree.token, tree.end), device)[None]
     ids, depth = (to_device(values, device)[None] for values in (tree.token, tree.depth))
     output: Any = body(model)(
         **decoder_inputs(model, ids, depth, shift),

@@ -130,7 +130,7 @@ function messageView(message, answer = false) {
   for (const part of parts) {
     if (part === null || part === undefined || part === "") continue;
     const url = part.type === "image_url" ? String(part.image_url?.url ?? "") : "";
-    if (url.startsWith("data:image/")) { node.append(el("img", { class: "picture", src: url, alt: "picture" })); continue; }
+    if (url.startsWith("data:image/")) { node.append(el("img", { class: "image", src: url, alt: "image" })); continue; }
     const text = typeof part === "string" ? part : part.type === "text" || part.type === "output_text" || part.type === "input_text" ? part.text : null;
     node.append(text !== null ? el("pre", { class: "text" }, String(text)) : el("pre", { class: "tool-call" }, json(part)));
   }

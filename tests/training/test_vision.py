@@ -1,23 +1,23 @@
-"""Training on prompts with pictures: log-probs and gradients equal the model's own forward pass."""
+"""Training on prompts with images: log-probs and gradients equal the model's own forward pass."""
 
 import copy
 
 import pytest
 import torch
 
-from tests.engines.test_sight import prompts
-from tests.kit.models import SEEING, seeing_model
+from tests.engines.test_vision import prompts
+from tests.kit.models import VISION, vision_model
 from tuner.engines import SamplingParams
-from tuner.engines.transformers.sight import seeing_parameters
+from tuner.engines.transformers.vision import vision_parameters
 from tuner.training.batch import Row
 from tuner.training.forward.layouts import exact_forward
 
 LAYOUTS = ("tree", "packed", "padded")
 
 
-def rows(sight) -> list[Row]:
+def rows(vision) -> list[Row]:
     found = []
-    for number, ids in enumerate(prompts(sight)):
+    for number, ids in enumerate(prompts(vision)):
         completion = (20 + number % 3, 21, 22)
         sampling = SamplingParams(max_tokens=4)
         found.append(Row(str(number), 0, tuple(ids), completion, (0.0,) * 3, sampling))
@@ -26,23 +26,23 @@ def rows(sight) -> list[Row]:
 
 def own(model, row: Row) -> torch.Tensor:
     whole = [*row.prompt_ids, *row.completion_ids]
-    logp = model.sight.own_logits(model, whole)[0].log_softmax(-1)
+    logp = model.vision.own_logits(model, whole)[0].log_softmax(-1)
     places = range(len(row.prompt_ids), len(whole))
     return torch.stack([logp[place - 1, whole[place]] for place in places])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", SEEING)
+@pytest.mark.parametrize("family", VISION)
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
 def test_gradients_are_those_of_rows_one_by_one(family, layout, trained):
-    model, _ = seeing_model(family)
-    model.sight.trained = trained
-    for parameter in seeing_parameters(model):
+    model, _ = vision_model(family)
+    model.vision.trained = trained
+    for parameter in vision_parameters(model):
         parameter.requires_grad_(trained)
     other = copy.deepcopy(model)
     forward = exact_forward(model, None, layout=layout, compiled=False)
     assert forward.layout == layout
-    batch = rows(model.sight)
+    batch = rows(model.vision)
     got = forward.logprobs(model, batch, with_entropy=False).logp_T
     weights = torch.linspace(-1, 1, len(got))
     (got * weights).sum().backward()
@@ -53,6 +53,6 @@ def test_gradients_are_those_of_rows_one_by_one(family, layout, trained):
         assert (one.grad is None) is (two.grad is None), name
         if one.grad is not None:
             assert torch.allclose(one.grad, two.grad, atol=1e-5), name
-    seen = {id(p) for p in seeing_parameters(model)}
+    seen = {id(p) for p in vision_parameters(model)}
     moved = [p.grad is not None for p in model.parameters() if id(p) in seen]
     assert any(moved) is trained

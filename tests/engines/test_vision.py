@@ -1,4 +1,4 @@
-"""Models that see: prompts with pictures give what the model's own forward pass gives."""
+"""Vision models: prompts with images give what the model's own forward pass gives."""
 
 import asyncio
 from itertools import pairwise
@@ -7,23 +7,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.kit.models import SEEING, png, seeing_model
+from tests.kit.models import VISION, png, vision_model
 from tuner.engines import SamplingParams
 from tuner.engines.images import ALBUM, ImageLimits
 from tuner.engines.transformers.engine import TransformersEngine
-from tuner.engines.transformers.sight import load_processor
+from tuner.engines.transformers.vision import load_processor
 from tuner.errors import ConfigError
 
 PICTURES = [(24, 16), (16, 40), (9, 9), (64, 8)]
 
 
-def pictures() -> list[str]:
+def images() -> list[str]:
     return [ALBUM.add(png(*size, seed=seed), ImageLimits()) for seed, size in enumerate(PICTURES)]
 
 
-def prompts(sight) -> list[list[int]]:
-    """Several pictures, equal text around different ones, and pictures inside a shared prefix."""
-    a, b, c, d = (list(sight.ids(one)) for one in pictures())
+def prompts(vision) -> list[list[int]]:
+    """Several images, equal text around different ones, and images inside a shared prefix."""
+    a, b, c, d = (list(vision.ids(one)) for one in images())
     start = [5, 6, 7]
     shared = [*start, *a, 8, *b, 9]
     return [
@@ -42,7 +42,7 @@ def own_logprobs(model, ids, completion) -> list[float]:
     """By the model's own code, without anything of ours between pixels and logits."""
     whole = [*ids, *completion]
     with torch.no_grad():
-        logp = model.sight.own_logits(model, whole)[0].log_softmax(-1)
+        logp = model.vision.own_logits(model, whole)[0].log_softmax(-1)
     return [float(logp[place - 1, whole[place]]) for place in range(len(ids), len(whole))]
 
 
@@ -52,14 +52,14 @@ async def completions(engine, asked, *, at_once=True):
     return list(await asyncio.gather(*work)) if at_once else [await one for one in work]
 
 
-@pytest.mark.parametrize("family", SEEING)
+@pytest.mark.parametrize("family", VISION)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_recorded_logprobs_are_those_of_the_models_own_pass(family, deterministic):
     """One after the other with prefix reuse, at once, and after the weights changed."""
-    model, tokenizer = seeing_model(family)
+    model, tokenizer = vision_model(family)
     engine = TransformersEngine(model, tokenizer, max_model_len=512, deterministic=deterministic)
     assert engine.batched is not deterministic
-    asked = prompts(model.sight)
+    asked = prompts(model.vision)
 
     async def run():
         for version in range(2):
@@ -79,23 +79,23 @@ def test_recorded_logprobs_are_those_of_the_models_own_pass(family, deterministi
         assert engine.stats.prompt_tokens_reused
 
 
-def test_pictures_under_equal_placeholders_do_not_share():
-    model, _ = seeing_model()
-    recorded = [ALBUM.recorded(ids, model.sight.image_token_id) for ids in prompts(model.sight)]
-    for (ids, spans), asked in zip(recorded, prompts(model.sight), strict=True):
-        assert max(ids) < len(seeing_model()[1])
+def test_images_under_equal_placeholders_do_not_share():
+    model, _ = vision_model()
+    recorded = [ALBUM.recorded(ids, model.vision.image_token_id) for ids in prompts(model.vision)]
+    for (ids, spans), asked in zip(recorded, prompts(model.vision), strict=True):
+        assert max(ids) < len(vision_model()[1])
         assert list(ALBUM.compared(ids, spans)) == asked
     assert all(one != other for one, other in pairwise(recorded))
 
 
 def test_a_model_that_computes_something_else_is_refused():
-    model, _ = seeing_model()
+    model, _ = vision_model()
     model.lm_head.register_forward_hook(lambda module, _, logits: logits * torch.rand(1))
-    with pytest.raises(ConfigError, match="does not attend to pictures as to text"):
-        model.sight.check(model)
+    with pytest.raises(ConfigError, match="does not attend to images as to text"):
+        model.vision.check(model)
 
 
-def test_a_processor_that_reads_pictures_together_is_refused():
+def test_a_processor_that_reads_images_together_is_refused():
     settings = SimpleNamespace(model_type="llava_onevision")
     with pytest.raises(ConfigError, match="once another follows it"):
         load_processor("", settings, None)

@@ -1,14 +1,14 @@
-"""How a model sees: what its processor makes of pictures, and its decoder's inputs.
+"""How a model images: what its processor makes of images, and its decoder's inputs.
 
-The decoder of a model that sees is computed with embeddings in place of ids. Only their look-up
-differs from a language model's: an id of a picture's token (`tuner.engines.images`) stands for a
+The decoder of a vision model is computed with embeddings in place of ids. Only their look-up
+differs from a language model's: an id of an image's token (`tuner.engines.images`) stands for a
 row of the vision tower's output, any other for a row of the embedding matrix.
 
     ids          7 8  x  x+1  x+2  x+3  9
-    inputs       E7 E8 F0 F1  F2   F3   E9       F: the picture's features
+    inputs       E7 E8 F0 F1  F2   F3   E9       F: the image's features
     positions    0 1  2,2 2,3 3,2  3,3  4        of height and width, in models with M-RoPE
 
-With M-RoPE a picture takes as many positions as its longer side has tokens, so what follows it is
+With M-RoPE an image takes as many positions as its longer side has tokens, so what follows it is
 shifted. The shift of a token depends only on what is before it, in a row or on a path of a tree.
 """
 
@@ -44,7 +44,7 @@ _PROMPT_ONLY = ("rows", "cols", "num_patches", "num_crops")
 
 @dataclass(frozen=True)
 class _Read:
-    """A picture as a model's processor reads it.
+    """An image as a model's processor reads it.
 
     Attributes:
         text: What stands for it in a prompt's text.
@@ -58,8 +58,8 @@ class _Read:
     place: tuple[Ints, int] | None
 
 
-class Sight:
-    """A model's processor of pictures, and the features of those in use.
+class Vision:
+    """A model's processor of images, and the features of those in use.
 
     Args:
         processor: transformers' processor of the model's family, with its image processor.
@@ -88,16 +88,16 @@ class Sight:
         self._weights: object = None
         self._lock = threading.Lock()  # prompts are made in several threads
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Sight:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Vision:
         """For a copy of the model, whose features are other ones."""
         other = copy.copy(self)
         other._features, other._weights = OrderedDict(), None
         return other
 
-    # Pictures
+    # Images
 
     def read(self, sha256: str) -> _Read:
-        """A picture of the album as the model's processor reads it.
+        """An image of the album as the model's processor reads it.
 
         Raises:
             ImageError: The processor cannot use it.
@@ -107,7 +107,7 @@ class Sight:
         return self._read[sha256]
 
     def pixels(self, sha256: str) -> dict[str, Any]:
-        """The inputs of the vision tower for a picture.
+        """The inputs of the vision tower for an image.
 
         Raises:
             ImageError: The processor cannot use it.
@@ -142,7 +142,7 @@ class Sight:
         return _Read(text, tokens, place), dict(pixels)
 
     def ids(self, sha256: str) -> range:
-        """The ids of the picture's tokens."""
+        """The ids of the image's tokens."""
         return ALBUM.numbered(sha256, self.read(sha256).tokens)
 
     # Inputs of the decoder
@@ -153,9 +153,9 @@ class Sight:
         """Arguments of the decoder for ids [B, S] at these positions of their sequences.
 
         Args:
-            model: The model that this sight belongs to.
+            model: The model that this vision belongs to.
             positions: [B, S]; None: 0, 1, 2, ... in each row.
-            shift: See `shifts`, [B, S]; None if no picture precedes any of the tokens.
+            shift: See `shifts`, [B, S]; None if no image precedes any of the tokens.
         """
         here = ids.cpu().numpy()
         seen = here >= IMAGE_IDS
@@ -173,13 +173,13 @@ class Sight:
     ) -> dict[str, Any]:
         seen_BS = torch.from_numpy(seen).to(ids.device)
         embeds = embedding(ids.masked_fill(seen_BS, self.image_token_id))
-        pictures = self._pictures(here, seen)
-        features = self.features(model, [p.sha256 for p in pictures])
-        starts = np.cumsum([0, *(p.tokens for p in pictures)])[:-1]
+        images = self._images(here, seen)
+        features = self.features(model, [p.sha256 for p in images])
+        starts = np.cumsum([0, *(p.tokens for p in images)])[:-1]
         row = np.empty(seen.sum(), dtype=np.int64)
-        for picture, start in zip(pictures, starts, strict=True):
-            offset = here[seen] - picture.first
-            mine = (offset >= 0) & (offset < picture.tokens)
+        for image, start in zip(images, starts, strict=True):
+            offset = here[seen] - image.first
+            mine = (offset >= 0) & (offset < image.tokens)
             row[mine] = start + offset[mine]
         tables = [
             torch.cat([one[level] for one in features])[torch.from_numpy(row).to(ids.device)]
@@ -206,10 +206,10 @@ class Sight:
         if not self._rotates_in_3d:
             return positions
         moved = np.zeros((3, *ids.shape), dtype=np.int64)
-        for picture in self._pictures(ids, seen):
-            offset = ids - picture.first
-            mine = (offset >= 0) & (offset < picture.tokens)
-            moved[:, mine] = self._place(picture.sha256)[0][:, offset[mine]] - offset[mine]
+        for image in self._images(ids, seen):
+            offset = ids - image.first
+            mine = (offset >= 0) & (offset < image.tokens)
+            moved[:, mine] = self._place(image.sha256)[0][:, offset[mine]] - offset[mine]
         rotated = positions + torch.from_numpy(moved).to(device)
         if shift is not None:
             rotated = rotated + shift
@@ -221,23 +221,23 @@ class Sight:
         return place
 
     @staticmethod
-    def _pictures(ids: Ints, seen: NDArray[np.bool_]) -> Sequence[Any]:
-        found = {p.first: p for p in map(ALBUM.picture_at, np.unique(ids[seen]).tolist())}
+    def _images(ids: Ints, seen: NDArray[np.bool_]) -> Sequence[Any]:
+        found = {p.first: p for p in map(ALBUM.image_at, np.unique(ids[seen]).tolist())}
         return list(found.values())
 
     def jumps(self, ids: Ints) -> Ints:
-        """By how much each token shifts those after it: 0 but for the last ones of pictures."""
+        """By how much each token shifts those after it: 0 but for the last ones of images."""
         found = np.zeros(ids.shape, dtype=np.int64)
         if self._rotates_in_3d and (seen := ids >= IMAGE_IDS).any():
-            # Few tokens are not followed by the next one of their picture.
+            # Few tokens are not followed by the next one of their image.
             seen[..., :-1] &= ids[..., 1:] != ids[..., :-1] + 1
-            for picture in self._pictures(ids, seen):
-                taken = self._place(picture.sha256)[1]
-                found[ids == picture.first + picture.tokens - 1] = taken - picture.tokens
+            for image in self._images(ids, seen):
+                taken = self._place(image.sha256)[1]
+                found[ids == image.first + image.tokens - 1] = taken - image.tokens
         return found
 
     def shifts(self, ids: Ints) -> Ints:
-        """By how much pictures before each token shift it, for rows of ids [..., S]."""
+        """By how much images before each token shift it, for rows of ids [..., S]."""
         jumps = self.jumps(ids)
         shift: Ints = np.cumsum(jumps, axis=-1) - jumps
         return shift
@@ -255,11 +255,11 @@ class Sight:
     # Comparison with the model's own code
 
     def probe_ids(self) -> list[int]:
-        """The ids of a picture of noise."""
+        """The ids of an image of noise."""
         return list(self.ids(ALBUM.add(_noise(), ImageLimits())))
 
     def check(self, model: Any) -> None:
-        """Compare the decoder's inputs with the model's own forward pass over a picture.
+        """Compare the decoder's inputs with the model's own forward pass over an image.
 
         Raises:
             ConfigError: They differ, or one of them fails.
@@ -269,12 +269,12 @@ class Sight:
             difference = self._difference(model, ids)
         except Exception as error:  # a model's own code may fail in any way
             raise ConfigError(
-                f"{type(model).__name__} cannot be used with pictures: a forward pass fails "
+                f"{type(model).__name__} cannot be used with images: a forward pass fails "
                 f"({type(error).__name__}: {error})"
             ) from error
         if not difference <= (1e-3 if model.dtype in (torch.float32, torch.float64) else 0.25):
             raise ConfigError(
-                f"{type(model).__name__} is not supported: it does not attend to pictures as to "
+                f"{type(model).__name__} is not supported: it does not attend to images as to "
                 f"text, token by token (logits differ by {difference:.2g} standard deviations)"
             )
 
@@ -291,14 +291,14 @@ class Sight:
     def own_logits(self, model: Any, ids: Sequence[int]) -> Tensor:
         """Logits [1, S, V] of the model's own forward pass over one sequence."""
         recorded, spans = ALBUM.recorded(ids, self.image_token_id)
-        pictures = [self.pixels(span.sha256) for span in spans if not span.offset]
+        images = [self.pixels(span.sha256) for span in spans if not span.offset]
         given: dict[str, Any] = {}
-        if pictures:
+        if images:
             # Some have a dimension for prompts before that for tiles.
-            first = pictures[0]
+            first = images[0]
             tiles = 1 if first["pixel_values"].ndim == 5 else 0
             for name in [name for name, value in first.items() if isinstance(value, Tensor)]:
-                parts = [one[name] for one in pictures]
+                parts = [one[name] for one in images]
                 given[name] = torch.cat(parts, dim=tiles).to(model.device)
         input_ids = torch.tensor([recorded], device=model.device)
         given["mm_token_type_ids"] = (input_ids == self.image_token_id).int()
@@ -310,17 +310,17 @@ class Sight:
 
     # Features
 
-    def features(self, model: Any, pictures: Sequence[str]) -> list[tuple[Tensor, ...]]:
-        """Rows [tokens, D] that stand for each picture's tokens, and those that are added to the
+    def features(self, model: Any, images: Sequence[str]) -> list[tuple[Tensor, ...]]:
+        """Rows [tokens, D] that stand for each image's tokens, and those that are added to the
         first layers, if the model has any."""
         if self.trained and torch.is_grad_enabled():
-            return [self._computed(model, sha256) for sha256 in pictures]
+            return [self._computed(model, sha256) for sha256 in images]
         weights = self._version(model)
         if weights != self._weights:
             self._features.clear()
             self._weights = weights
         found = []
-        for sha256 in pictures:
+        for sha256 in images:
             if sha256 not in self._features:
                 with torch.no_grad():
                     self._features[sha256] = self._computed(model, sha256)
@@ -334,7 +334,7 @@ class Sight:
         """Equal as long as the features are the same."""
         adapted = (m for m in model.modules() if hasattr(m, "_disable_adapters"))
         switches = [(m._disable_adapters, str(m._active_adapter)) for m in adapted]
-        weights = [(id(p), p._version, p.data_ptr()) for p in seeing_parameters(model)]
+        weights = [(id(p), p._version, p.data_ptr()) for p in vision_parameters(model)]
         return switches, weights
 
     def _computed(self, model: Any, sha256: str) -> tuple[Tensor, ...]:
@@ -367,13 +367,13 @@ def _shorten(kept: OrderedDict[str, Any], tensors: Callable[[Any], Iterable[Any]
         size -= sum(getattr(t, "nbytes", 0) for t in tensors(dropped))
 
 
-def sight_of(model: Any) -> Sight | None:
-    """The sight of a model; None if it reads text only."""
-    return getattr(model, "sight", None)
+def vision_of(model: Any) -> Vision | None:
+    """The vision of a model; None if it reads text only."""
+    return getattr(model, "vision", None)
 
 
 def decoder_of(model: Any) -> nn.Module:
-    """The part of a model that sees which reads embeddings and positions."""
+    """The part of a vision model which reads embeddings and positions."""
     decoder: nn.Module = model.get_decoder()
     return decoder
 
@@ -381,15 +381,15 @@ def decoder_of(model: Any) -> nn.Module:
 def decoder_inputs(
     model: Any, ids: Tensor, positions: Tensor | None, shift: Tensor | None = None
 ) -> dict[str, Any]:
-    """Arguments of a language model, or of the decoder of one that sees, for ids [B, S].
+    """Arguments of a language model, or of the decoder of a vision model, for ids [B, S].
 
     Args:
         positions: [B, S]; None: 0, 1, 2, ... in each row.
-        shift: See `Sight.shifts`, [B, S].
+        shift: See `Vision.shifts`, [B, S].
     """
-    sight = sight_of(model)
-    if sight is not None:
-        return sight.inputs(model, ids, positions, shift)
+    vision = vision_of(model)
+    if vision is not None:
+        return vision.inputs(model, ids, positions, shift)
     return (
         {"input_ids": ids} if positions is None else {"input_ids": ids, "position_ids": positions}
     )
@@ -402,34 +402,34 @@ def decoder_name(model: Any) -> str:
     return name
 
 
-def give_sight(model: Any, processor: tuple[Any, Mapping[str, bytes]]) -> None:
-    """Let a model read pictures, and freeze its vision tower.
+def give_vision(model: Any, processor: tuple[Any, Mapping[str, bytes]]) -> None:
+    """Let a model read images, and freeze its vision tower.
 
     Raises:
-        ConfigError: What it computes for a picture is not what its own code computes.
+        ConfigError: What it computes for an image is not what its own code computes.
     """
-    model.sight = Sight(processor[0], model.config, processor[1])
-    for parameter in seeing_parameters(model):
+    model.vision = Vision(processor[0], model.config, processor[1])
+    for parameter in vision_parameters(model):
         parameter.requires_grad_(False)
-    model.sight.check(model)
+    model.vision.check(model)
 
 
-def train_sight(model: Any) -> None:
+def train_vision(model: Any) -> None:
     """Train the vision tower, too."""
-    model.sight.trained = True
-    for parameter in seeing_parameters(model):
+    model.vision.trained = True
+    for parameter in vision_parameters(model):
         parameter.requires_grad_(True)
 
 
-def seeing_parameters(model: Any) -> list[nn.Parameter]:
-    """The parameters that make features of pictures: all but those of decoder and output."""
+def vision_parameters(model: Any) -> list[nn.Parameter]:
+    """The parameters that make features of images: all but those of decoder and output."""
     speaking = {id(p) for p in decoder_of(model).parameters()}
     speaking |= {id(p) for p in model.get_output_embeddings().parameters()}
     return [p for p in model.parameters() if id(p) not in speaking]
 
 
 def _noise() -> bytes:
-    """A picture for comparisons, wider than high."""
+    """An image for comparisons, wider than high."""
     from PIL import Image
 
     pixels = np.random.default_rng(0).integers(0, 256, (32, 64, 3), dtype=np.uint8)
@@ -439,7 +439,7 @@ def _noise() -> bytes:
 
 
 _REFUSED = {
-    "llava_onevision": "their processor cuts a picture into other tiles once another follows it, "
+    "llava_onevision": "their processor cuts an image into other tiles once another follows it, "
     "so the next request would not begin with the tokens of the one before",
 }
 _FILES = (
@@ -451,13 +451,13 @@ _FILES = (
 
 
 def load_processor(folder: str, config: Any, tokenizer: Any) -> tuple[Any, Mapping[str, bytes]]:
-    """The processor of a model that sees, without what it needs for videos and sound; and the files
+    """The processor of a vision model, without what it needs for videos and sound; and the files
     that it was loaded from.
 
-    transformers' `AutoProcessor` asks for torchvision, for videos; pictures need Pillow alone.
+    transformers' `AutoProcessor` asks for torchvision, for videos; images need Pillow alone.
 
     Raises:
-        ConfigError: transformers has no processor of pictures for the model.
+        ConfigError: transformers has no processor of images for the model.
     """
     from transformers import AutoImageProcessor
     from transformers.models.auto import processing_auto
@@ -491,7 +491,7 @@ def load_processor(folder: str, config: Any, tokenizer: Any) -> tuple[Any, Mappi
 
 
 def processor_of(cls: Any, image_processor: Any, tokenizer: Any, **settings: Any) -> Any:
-    """A processor of pictures and text alone."""
+    """A processor of images and text alone."""
     # It refuses parts that are missing.
     alone = type(cls.__name__, (cls,), {"check_argument_for_proper_class": lambda *_: None})
     video = (

@@ -1,14 +1,14 @@
-"""Runs of models that see: what is trained, recorded and saved."""
+"""Runs of vision models: what is trained, recorded and saved."""
 
 import base64
 
 import pytest
 import torch
 
-from tests.kit.models import png, save_chat_model, save_seeing_model
+from tests.kit.models import png, save_chat_model, save_vision_model
 from tuner import tune
 from tuner.engines.images import ALBUM
-from tuner.engines.transformers.sight import seeing_parameters, sight_of
+from tuner.engines.transformers.vision import vision_of, vision_parameters
 from tuner.errors import ConfigError
 from tuner.runs.models import load_model
 from tuner.traces.store import read_traces
@@ -38,7 +38,7 @@ def judge(task, response):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return save_seeing_model(tmp_path_factory.mktemp("seeing"))
+    return save_vision_model(tmp_path_factory.mktemp("vision"))
 
 
 def run(folder, path, **settings):
@@ -85,8 +85,8 @@ def test_a_run_trains_what_it_is_asked_to(folder, tmp_path, case):
         assert all("language_model" in name for name in names)
         return
     end = load_model(str(saved), device=torch.device("cpu"), dtype=torch.float32)
-    assert sight_of(end) is not None
-    seen = {id(p) for p in seeing_parameters(start)}
+    assert vision_of(end) is not None
+    seen = {id(p) for p in vision_parameters(start)}
     pairs = list(zip(start.parameters(), end.parameters(), strict=True))
     moved = [not torch.equal(p, other) for p, other in pairs if id(p) in seen]
     assert any(moved) is (case == "trained")
@@ -96,7 +96,7 @@ def test_a_run_trains_what_it_is_asked_to(folder, tmp_path, case):
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"algorithm.algorithm_type": "ppo"}, "does not support models that see"),
+        ({"algorithm.algorithm_type": "ppo"}, "does not support vision models"),
         ({"explorer.rollout_model.engine_type": "vllm"}, "explorer.rollout_model.engine_type"),
     ],
 )
