@@ -73,6 +73,7 @@ async def test_a_rollout_that_is_cancelled_while_it_waits_for_its_turn_ends():
     def holding():
         loop.call_soon_threadsafe(entered.set)
         leave.wait(10)
+        return drawn()
 
     async def waiting():
         try:
@@ -88,7 +89,7 @@ async def test_a_rollout_that_is_cancelled_while_it_waits_for_its_turn_ends():
     other.cancel()
     await asyncio.sleep(0)
     leave.set()
-    await holder
+    assert await holder == await RandomStates(1).stepping(call_function(drawn, {}))
     assert await asyncio.gather(other, return_exceptions=True) != [None]
     assert other.cancelled()
 

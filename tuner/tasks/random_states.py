@@ -90,9 +90,10 @@ class RandomStates:
             except GeneratorExit:
                 work.close()
                 raise
-            except BaseException as error:  # a cancellation, which the work has to see
+            except BaseException as error:  # a cancellation, which the work has to see at once
                 step, value = work.throw, error
-            self.load()
+            if RandomStates._holder in (None, self):
+                self.load()
             try:
                 awaited = step(value)
             except StopIteration as end:
