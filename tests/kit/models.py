@@ -102,17 +102,27 @@ def _qwen(version: int) -> tuple[Any, Any, Any]:
 
 def _idefics3() -> tuple[Any, Any, Any]:
     """Large images in four tiles, with words between them."""
-    from transformers import Idefics3Config, Idefics3ForConditionalGeneration
     from transformers.models.idefics3.image_processing_pil_idefics3 import (
         Idefics3ImageProcessorPil,
     )
     from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 
+    return _tiled("Idefics3", Idefics3Processor, Idefics3ImageProcessorPil)
+
+
+def _smolvlm() -> tuple[Any, Any, Any]:
+    """As Idefics3, with its own processor."""
+    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+    from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
+
+    return _tiled("SmolVLM", SmolVLMProcessor, SmolVLMImageProcessorPil)
+
+
+def _tiled(kind: str, processor: Any, images: Any) -> tuple[Any, Any, Any]:
+    import transformers
+
     spoken = _vision_tokenizer("idefics3", "<image>")
-    images = Idefics3ImageProcessorPil(
-        size={"longest_edge": 32}, max_image_size={"longest_edge": 16}
-    )
-    config = Idefics3Config(
+    config = getattr(transformers, f"{kind}Config")(
         text_config={**_TEXT, "model_type": "llama", "vocab_size": len(spoken)},
         vision_config={
             **_TOWER,
@@ -125,7 +135,9 @@ def _idefics3() -> tuple[Any, Any, Any]:
         pad_token_id=spoken.pad_token_id,
         tie_word_embeddings=False,
     )
-    return Idefics3ForConditionalGeneration(config), Idefics3Processor, (spoken, images, 4)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+    sizes = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
+    return model, processor, (spoken, images(**sizes), 4)
 
 
 def _internvl() -> tuple[Any, Any, Any]:
@@ -163,6 +175,7 @@ _FAMILIES: dict[str, Any] = {
     "qwen2_5_vl": lambda: _qwen(2),
     "qwen3_vl": lambda: _qwen(3),
     "idefics3": _idefics3,
+    "smolvlm": _smolvlm,
     "internvl": _internvl,
 }
 VISION = tuple(_FAMILIES)
@@ -175,7 +188,7 @@ def vision_model(family: str = "qwen2_5_vl", *, seed: int = 0) -> tuple[Any, Any
 
     torch.manual_seed(seed)
     model, processor, (spoken, images, *length) = _FAMILIES[family]()
-    names = {"idefics3": "image_seq_len", "internvl": "image_seq_length"}
+    names = {"idefics3": "image_seq_len", "smolvlm": "image_seq_len", "internvl": "image_seq_length"}
     settings = {names[family]: length[0]} if length else {}
     give_vision(model.eval(), (processor_of(processor, images, spoken, **settings), {}))
     return model, spoken

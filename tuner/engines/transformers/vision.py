@@ -1,4 +1,4 @@
-"""How a model images: what its processor makes of images, and its decoder's inputs.
+"""How a model reads images: what its processor makes of images, and its decoder's inputs.
 
 The decoder of a vision model is computed with embeddings in place of ids. Only their look-up
 differs from a language model's: an id of an image's token (`tuner.engines.images`) stands for a
