@@ -97,7 +97,7 @@ def _qwen(version: int) -> tuple[Any, Any, Any]:
         **{f"{name}_token_id": id_ for name, id_ in ids},
     )
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
-    return model, processor, (spoken, images)
+    return model, processor, (spoken, images, {})
 
 
 def _idefics3() -> tuple[Any, Any, Any]:
@@ -137,7 +137,7 @@ def _tiled(kind: str, processor: Any, images: Any) -> tuple[Any, Any, Any]:
     )
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
     sizes = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
-    return model, processor, (spoken, images(**sizes), 4)
+    return model, processor, (spoken, images(**sizes), {"image_seq_len": 4})
 
 
 def _internvl() -> tuple[Any, Any, Any]:
@@ -168,7 +168,8 @@ def _internvl() -> tuple[Any, Any, Any]:
         image_seq_length=4,
         tie_word_embeddings=False,
     )
-    return InternVLForConditionalGeneration(config), InternVLProcessor, (spoken, images, 4)
+    model, settings = InternVLForConditionalGeneration(config), {"image_seq_length": 4}
+    return model, InternVLProcessor, (spoken, images, settings)
 
 
 _FAMILIES: dict[str, Any] = {
@@ -187,9 +188,7 @@ def vision_model(family: str = "qwen2_5_vl", *, seed: int = 0) -> tuple[Any, Any
     from tuner.engines.transformers.vision import give_vision, processor_of
 
     torch.manual_seed(seed)
-    model, processor, (spoken, images, *length) = _FAMILIES[family]()
-    names = {"idefics3": "image_seq_len", "smolvlm": "image_seq_len", "internvl": "image_seq_length"}
-    settings = {names[family]: length[0]} if length else {}
+    model, processor, (spoken, images, settings) = _FAMILIES[family]()
     give_vision(model.eval(), (processor_of(processor, images, spoken, **settings), {}))
     return model, spoken
 
