@@ -13,7 +13,7 @@ from PIL import Image
 
 from tests.kit.models import png, vision_model
 from tests.kit.toy import StubEngine, gateway_of, tokenizer
-from tuner.engines.images import ALBUM, ImageLimits
+from tuner.engines.images import ALBUM, Album, ImageLimits
 from tuner.engines.transformers.engine import TransformersEngine
 from tuner.gateway import ChatRenderer, Gateway
 from tuner.gateway.dialects.anthropic import read_messages_request
@@ -380,3 +380,16 @@ async def test_agentscopes_image_blocks_are_read(vision, tmp_path):
         await ask(session, messages)
         names = [ALBUM.add(content, ImageLimits()) for content in (one, two)]
         assert [span.sha256 for span in session.calls[0].images] == names
+
+
+def test_images_of_refused_requests_do_not_fill_memory(tmp_path):
+    contents = [png(seed=seed) for seed in range(9)]
+    album = Album(memory=2 * len(contents[0]))
+    names = [album.add(content, ImageLimits()) for content in contents]
+    in_memory = sum(len(known.content or b"") for known in album._content.values())
+    assert in_memory <= 2 * len(contents[0])
+    assert [album.content(name) for name in names] == contents
+    for name in names:
+        album.keep(name, tmp_path)
+    assert sorted(file.stem for file in tmp_path.iterdir()) == sorted(names)
+    assert [album.content(name) for name in names] == contents

@@ -14,6 +14,7 @@ import base64
 import binascii
 import hashlib
 import io
+import tempfile
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -201,11 +202,17 @@ class _Content:
 class Album:
     """The images of this process: their bytes, and the ids of their tokens.
 
-    Bytes are dropped once a file has them (`keep`).
+    Bytes are dropped once a file has them: that of a trace (`keep`), or a temporary one.
+
+    Args:
+        memory: Maximum number of bytes in memory. Images of refused requests are never kept.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, memory: int = 1 << 28) -> None:
+        self._lock = threading.RLock()
+        self._memory = memory
+        self._in_memory = 0
+        self._spool: tempfile.TemporaryDirectory[str] | None = None
         self._numbers: dict[tuple[str, int], _Numbered] = {}
         self._first: list[int] = []
         self._numbered: list[_Numbered] = []
@@ -223,8 +230,20 @@ class Album:
         sha256 = hashlib.sha256(content).hexdigest()
         if sha256 not in self._content:
             _, suffix = opened(content, limits)
-            self._content.setdefault(sha256, _Content(suffix, content))
+            with self._lock:
+                if sha256 not in self._content:
+                    self._content[sha256] = _Content(suffix, content)
+                    self._in_memory += len(content)
+                if self._in_memory > self._memory:
+                    self._spill()
         return sha256
+
+    def _spill(self) -> None:
+        """Write the images that are in memory to temporary files."""
+        if self._spool is None:
+            self._spool = tempfile.TemporaryDirectory(prefix="tuner-images-")
+        for sha256 in [sha256 for sha256, known in self._content.items() if known.content]:
+            self.keep(sha256, Path(self._spool.name))
 
     def received(self, url: str, limits: ImageLimits) -> str:
         """The SHA-256 of an image that a URL holds, or names: one sent before by `sha256:...`.
@@ -276,7 +295,9 @@ class Album:
         part = file.with_name(f".{file.name}.part")
         part.write_bytes(content)
         part.replace(file)
-        known.file, known.content = file, None
+        with self._lock:
+            self._in_memory -= len(known.content or b"")
+            known.file, known.content = file, None
 
     def find(self, sha256: str, folder: Path) -> None:
         """Take an image of a recorded prompt from a folder; missing files are named when they are
