@@ -4,18 +4,17 @@ import base64
 import io
 import json
 import random
-from contextlib import asynccontextmanager
 
 import openai
+import psutil
 import pytest
 from anthropic import BadRequestError
 from PIL import Image
 
 from tests.kit.models import png, vision_model
-from tests.kit.toy import StubEngine, gateway_of, tokenizer
+from tests.kit.toy import StubEngine, gateway_of, tokenizer, vision_gateway
 from tuner.engines.images import ALBUM, Album, ImageLimits
-from tuner.engines.transformers.engine import TransformersEngine
-from tuner.gateway import ChatRenderer, Gateway
+from tuner.gateway import ChatRenderer
 from tuner.gateway.dialects.anthropic import read_messages_request
 from tuner.gateway.dialects.chat import read_chat_request
 from tuner.gateway.dialects.responses import read_responses_request
@@ -44,19 +43,6 @@ def vision():
     return vision_model()
 
 
-@asynccontextmanager
-async def opened(vision, **limits):
-    model, spoken = vision
-    engine = TransformersEngine(model, spoken, max_model_len=1024)
-    renderer = ChatRenderer(spoken, vision=model.vision, image_limits=ImageLimits(**limits))
-    gateway = Gateway(engine, renderer, model_name="tiny")
-    try:
-        yield gateway
-    finally:
-        await gateway.aclose()
-        await engine.close()
-
-
 async def ask(session, messages: list, **fields):
     client = session.async_client()
     spoken = tokenizer().encode("a")[0]
@@ -83,7 +69,7 @@ async def test_prompts_are_those_of_the_models_own_processor_and_go_on(vision):
     model, spoken = vision
     one, two, three = png(20, 12, seed=1), png(12, 20, seed=2), png(12, 20, seed=3)
     called = {"name": "look", "arguments": "{}"}
-    async with opened(vision) as gateway:
+    async with vision_gateway(*vision) as gateway:
         session = gateway.open_session("r")
         messages = [{"role": "user", "content": [text("What"), image(one), text("?")]}]
         said = (await ask(session, messages)).choices[0].message.content
@@ -125,7 +111,7 @@ async def test_prompts_are_those_of_the_models_own_processor_and_go_on(vision):
 
 async def test_the_other_dialects_read_the_same_prompt(vision):
     one = png(20, 12, seed=1)
-    async with opened(vision) as gateway:
+    async with vision_gateway(*vision) as gateway:
         session = gateway.open_session("r")
         await ask(session, [{"role": "user", "content": [text("What?"), image(one)]}])
         data = base64.b64encode(one).decode()
@@ -185,7 +171,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 async def test_a_image_that_cannot_be_used_is_named(vision, case):
     content, why = REFUSED[case]
-    async with opened(vision, content=20_000) as gateway:
+    async with vision_gateway(*vision, content=20_000) as gateway:
         session = gateway.open_session("r")
         with pytest.raises(openai.BadRequestError, match=why) as caught:
             await ask(session, [{"role": "user", "content": [text("?"), image(content)]}])
@@ -208,7 +194,7 @@ ODD = {
 
 @pytest.mark.parametrize("case", ODD)
 async def test_odd_images_are_read(vision, case):
-    async with opened(vision) as gateway:
+    async with vision_gateway(*vision) as gateway:
         session = gateway.open_session("r")
         await ask(session, [{"role": "user", "content": [image(ODD[case])]}])
         assert session.calls[0].images
@@ -252,7 +238,7 @@ async def test_other_refusals_name_the_field(vision, tmp_path):
             )
         ),
     ]
-    async with opened(vision, count=2, folder=file.parent) as gateway:
+    async with vision_gateway(*vision, count=2, folder=file.parent) as gateway:
         session = gateway.open_session("r")
         for messages, why in cases:
             with pytest.raises(openai.BadRequestError, match=why):
@@ -268,7 +254,7 @@ async def test_other_refusals_name_the_field(vision, tmp_path):
 
 async def test_a_trace_keeps_each_image_once(vision, tmp_path):
     one, two = png(20, 12, seed=5), png(20, 12, seed=6)
-    async with opened(vision) as gateway:
+    async with vision_gateway(*vision) as gateway:
         session = gateway.open_session("r")
         for content in ([image(one), image(two)], [image(one), text("?")]):
             await ask(session, [{"role": "user", "content": content}])
@@ -289,16 +275,20 @@ async def test_a_trace_keeps_each_image_once(vision, tmp_path):
     assert ALBUM.content(calls[0].images[0].sha256) == one
 
 
-def test_fuzzed_parts_are_read_or_refused_by_name(vision):
-    """No value in the place of a part, a URL, a source or an image raises anything else."""
-    draw = random.Random(0)
-    good = png(12, 12)
+@pytest.mark.parametrize("bodies", [1500, pytest.param(100_000, marks=pytest.mark.nightly)])
+def test_fuzzed_parts_are_read_or_refused_by_name(vision, bodies):
+    """No value in the place of a part, a URL, a source or an image raises anything else, and none
+    takes memory."""
+    draw = random.Random(bodies)
+    pixels = Image.open(io.BytesIO(png(12, 12)))
+    formats = [saved(pixels, kind) for kind in ("PNG", "JPEG", "WEBP", "GIF")]
+    before = psutil.Process().memory_info().rss
     renderer = ChatRenderer(vision[1], vision=vision[0].vision, image_limits=ImageLimits(2, 4000))
     service = Service(StubEngine(), renderer, "tiny", "template")
     odd = [None, "", 0, [], {}, "auto", "low", "\ud800", "data:image/png;base64,", "file://x", True]
 
     def content() -> str:
-        raw = bytearray(good)
+        raw = bytearray(draw.choice(formats))
         for _ in range(draw.randrange(4)):
             raw[draw.randrange(len(raw))] = draw.randrange(256)
         return url(bytes(raw[: draw.choice([len(raw), draw.randrange(len(raw))])]))
@@ -319,7 +309,7 @@ def test_fuzzed_parts_are_read_or_refused_by_name(vision):
         "responses": lambda body: read_responses_request(body, {}, service).completion,
     }
     refused, served, statuses = 0, 0, set()
-    for _ in range(1500):
+    for _ in range(bodies):
         sent = content()
         source = {"type": "base64", "media_type": "image/png", "data": sent.partition(",")[2]}
         shown_image = {"type": "input_image", "image_url": sent, "detail": "auto"}
@@ -342,6 +332,7 @@ def test_fuzzed_parts_are_read_or_refused_by_name(vision):
             refused += 1
     assert statuses == {400}
     assert min(refused, served) > 100, (refused, served)
+    assert psutil.Process().memory_info().rss - before < 512 << 20
 
 
 def test_marks_are_never_in_a_text_from_outside():
@@ -375,7 +366,7 @@ async def test_agentscopes_image_blocks_are_read(vision, tmp_path):
     messages = await OpenAIChatFormatter(promote_tool_result_images=True).format(
         [Msg("user", shown, "user"), Msg("a", [asked], "assistant"), Msg("s", [result], "system")]
     )
-    async with opened(vision) as gateway:
+    async with vision_gateway(*vision) as gateway:
         session = gateway.open_session("r")
         await ask(session, messages)
         names = [ALBUM.add(content, ImageLimits()) for content in (one, two)]

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -19,6 +19,7 @@ from tuner.engines.base import (
     SamplingParams,
     TokenSink,
 )
+from tuner.engines.images import ImageLimits
 from tuner.gateway import ChatRenderer, Gateway, Roles
 
 TEMPLATE = """
@@ -248,3 +249,20 @@ async def gateway_of(
         yield gateway
     finally:
         await gateway.aclose()
+
+
+@contextlib.asynccontextmanager
+async def vision_gateway(
+    model: Any, spoken: PreTrainedTokenizerFast, **limits: Any
+) -> AsyncIterator[Gateway]:
+    """A gateway whose engine computes a vision model, with limits of images."""
+    from tuner.engines.transformers.engine import TransformersEngine
+
+    engine = TransformersEngine(model, spoken, max_model_len=1024)
+    renderer = ChatRenderer(spoken, vision=model.vision, image_limits=ImageLimits(**limits))
+    gateway = Gateway(engine, renderer, model_name="tiny")
+    try:
+        yield gateway
+    finally:
+        await gateway.aclose()
+        await engine.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import itertools
 
 import openai
@@ -9,7 +11,16 @@ import pytest
 from agentscope.agent import InjectionConfig, ReActConfig
 from agentscope.credential import OpenAICredential
 from agentscope.formatter import DeepSeekChatFormatter
-from agentscope.message import UserMsg
+from agentscope.message import (
+    AssistantMsg,
+    Base64Source,
+    DataBlock,
+    TextBlock,
+    ToolCallBlock,
+    ToolResultBlock,
+    URLSource,
+    UserMsg,
+)
 from agentscope.model import OpenAIChatModel
 from agentscope.tool import FunctionTool
 from pydantic import BaseModel
@@ -19,7 +30,8 @@ from tests.gateway import again
 from tests.gateway.drift import TERSE, continues, letters
 from tests.gateway.drift import gateway_of as merging_gateway_of
 from tests.integration.agentscope2.agents import CALL, add, agent_of
-from tests.kit.toy import StubEngine, gateway_of, text_of
+from tests.kit.models import png, vision_model
+from tests.kit.toy import StubEngine, gateway_of, text_of, vision_gateway
 from tuner.errors import MissingDependencyError
 from tuner.gateway import SamplingDefaults, Session
 from tuner.rollouts.agentscope1 import trinity_chat_model as trinity_chat_model_1
@@ -285,3 +297,28 @@ def test_missing_agentscope_names_the_extra(monkeypatch, found, sentence) -> Non
         assert "[agentscope]" in str(error.value)
     finally:
         trinity_chat_model.cache_clear()
+
+
+async def test_images_of_messages_and_of_tool_results_are_read(tmp_path) -> None:
+    model, spoken = vision_model()
+    stored = png(12, 20, seed=2)
+    (tmp_path / "stored.png").write_bytes(stored)
+
+    def inline(seed: int) -> tuple[bytes, DataBlock]:
+        content = png(20, 12, seed=seed)
+        data = base64.b64encode(content).decode()
+        return content, DataBlock(source=Base64Source(data=data, media_type="image/png"))
+
+    (first, block), (looked, result) = inline(1), inline(3)
+    file = URLSource(url=(tmp_path / "stored.png").as_uri(), media_type="image/png")
+    question = UserMsg("user", [TextBlock(text="?"), block, DataBlock(source=file)])
+    look = ToolCallBlock(id="c", name="look", input="{}")
+    seen = ToolResultBlock(id="c", name="look", output=[result])
+
+    async with vision_gateway(model, spoken, folder=tmp_path) as gateway:
+        session = gateway.open_session("r")
+        ask = chat_model(session, kind="agentscope2")
+        await ask([question, AssistantMsg("solver", [look, seen])])
+        found = [span.sha256 for span in session.calls[0].images]
+        wanted = [hashlib.sha256(content).hexdigest() for content in (first, stored, looked)]
+        assert found == wanted

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import warnings
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import openai
 import pytest
 from langchain.agents import create_agent
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from langgraph.prebuilt import create_react_agent
@@ -26,6 +29,8 @@ from tests.integration.frameworks.parts import (
     check_one_path,
     scripted,
 )
+from tests.kit.models import png, vision_model
+from tests.kit.toy import vision_gateway
 from tuner.gateway import Session
 from tuner.traces import BranchCause, branches
 
@@ -237,3 +242,23 @@ async def test_an_agent_with_a_response_format_calls_it_as_a_tool(door: Any) -> 
         assert all(call.constrained for call in session.calls)
     finally:
         await gateway.aclose()
+
+
+async def test_images_of_messages_and_of_tool_results_are_read() -> None:
+    """In the forms of OpenAI and of LangChain."""
+    contents = [png(20, 12, seed=seed) for seed in range(3)]
+    data = [base64.b64encode(content).decode() for content in contents]
+    url = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data[0]}"}}
+    blocks = [{"type": "image", "base64": one, "mime_type": "image/png"} for one in data[1:]]
+    call = {"name": "look", "args": {}, "id": "c"}
+    async with vision_gateway(*vision_model()) as gateway:
+        session = gateway.open_session("r")
+        await chat_model(session.async_client(), max_tokens=8).ainvoke(
+            [
+                HumanMessage([{"type": "text", "text": "?"}, url, blocks[0]]),
+                AIMessage("", tool_calls=[call]),
+                ToolMessage([blocks[1]], tool_call_id="c"),
+            ]
+        )
+        found = [span.sha256 for span in session.calls[0].images]
+        assert found == [hashlib.sha256(content).hexdigest() for content in contents]
