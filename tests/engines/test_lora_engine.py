@@ -1,6 +1,7 @@
 """The engine serves the adapter as it is now, and never what was computed with another."""
 
 import asyncio
+from threading import Thread
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from tests.engines.models import crowd, error, generate_all, make_engine, make_m
 from tests.training.lora import change_adapter, wrapped
 from tuner.config.schema import LoraSection
 from tuner.engines import EngineError, SamplingParams
-from tuner.engines.transformers.passes import WeightsGuard
+from tuner.engines.transformers import row_adapters
+from tuner.engines.transformers.passes import WeightsGuard, served_model, whole_logits
 from tuner.errors import ConfigError
 from tuner.runs.models import ServedCopy, add_adapters, peft_name
 from tuner.training.references import AdapterReference
@@ -38,6 +40,55 @@ async def test_log_probs_are_those_of_the_live_adapter_before_and_after_an_updat
             await engine.update_weights(version + 1)
     assert engine.stats.unannounced_updates == 0
     assert engine.stats.prompt_tokens_reused > 0
+
+
+def weights(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+async def test_adapters_are_merged_while_the_engine_computes_and_the_model_stays_unmerged():
+    model = wrapped(make_model())
+    change_adapter(model)
+    engine, before = make_engine(model), weights(model)
+    merged = engine._runner._row_pass.merged
+    ids, sampling = prompt(40), SamplingParams(max_tokens=8)
+    with torch.no_grad():
+        plain = whole_logits(served_model(model), torch.tensor([ids]))
+    got = await engine.generate(ids, sampling, "session")
+    assert error(model, ids, got, sampling) < 1e-5
+    assert len(merged._weights) == merged.layers > 0
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    with merged.in_use():
+        inside = whole_logits(served_model(model), torch.tensor([ids]))
+        other = []
+        thread = Thread(
+            target=lambda: other.append(whole_logits(served_model(model), torch.tensor([ids])))
+        )
+        thread.start()
+        thread.join()
+    assert not torch.equal(inside, plain)
+    assert torch.equal(other[0], plain)
+    async with engine.training():
+        assert not merged._weights
+
+
+async def test_adapters_whose_sum_gives_other_log_probs_are_not_merged(monkeypatch, caplog):
+    monkeypatch.setattr(row_adapters, "MERGED_ERROR", 0.0)
+    model = wrapped(make_model())
+    change_adapter(model)
+    engine = make_engine(model)
+    ids, sampling = prompt(40), SamplingParams(max_tokens=8)
+    got = await engine.generate(ids, sampling, "session")
+    assert error(model, ids, got, sampling) < 1e-5
+    assert "log-probs would differ by" in caplog.text
+    assert not engine._runner._row_pass.merged._weights
+
+
+@pytest.mark.parametrize("settings", [{"use_dora": True}, {"lora_bias": True}])
+async def test_layers_that_compute_more_than_a_sum_are_not_merged(settings):
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["o_proj"], **settings)
+    engine = make_engine(get_peft_model(make_model(attention_bias=True), config))
+    assert engine._runner._row_pass.merged is None
 
 
 ROLES = {  # one name is part of another

@@ -84,9 +84,9 @@ class TransformersEngine(RequestEngine):
     weights may change only inside `pause()`.
 
     Args:
-        model: Causal LM with "sdpa" or "eager" attention, optionally wrapped by peft for LoRA,
-            whose
-            adapter is served unmerged; it is put in eval mode.
+        model: Causal LM with "sdpa" or "eager" attention, optionally wrapped by peft for LoRA, in
+            eval mode from now on. On a CPU passes in float32 have the adapters merged, if that
+            changes log-probs by 1e-5 at most (`MergedAdapters`); the model itself stays unmerged.
         tokenizer: Its tokenizer, for end-of-sequence ids and stop strings.
         max_model_len: Maximum of prompt and completion tokens of one request.
         max_slots: Maximum of requests computed at once; unused rows keep finished requests as
@@ -167,6 +167,8 @@ class TransformersEngine(RequestEngine):
         row_pass, longest = row_pass_of(model), self._capabilities.max_model_len
         adapters = RowAdapters(model, self._adapters) if self._adapters else None
         sizes: tuple[int, ...] = ()
+        if isinstance(row_pass, RowPass) and adapters is None:
+            row_pass.merge_adapters()
         if deterministic and isinstance(row_pass, RowPass):
             if adapters is None:
                 sizes, row_pass.shares = fixed_sizes(model, row_pass, longest)

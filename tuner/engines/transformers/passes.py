@@ -8,7 +8,7 @@ import inspect
 import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from tuner.engines.transformers.cascade import (
 )
 from tuner.engines.transformers.kv_cache import Placement, SlotCache
 from tuner.engines.transformers.model_shape import layer_windows, probe_length
-from tuner.engines.transformers.row_adapters import RowAdapters
+from tuner.engines.transformers.row_adapters import MergedAdapters, RowAdapters
 from tuner.engines.transformers.vision import decoder_inputs, decoder_of, vision_of
 from tuner.errors import ConfigError
 
@@ -734,6 +734,9 @@ class RowPass:
             does, over a view of the rows.
         plain: We run the model's layers ourselves (`PlainDecoder`).
         adapters: Chooses the adapter of each row; None: all rows have those that are on.
+
+    Attributes:
+        merged: Computes with merged weights; None without adapters that can be.
     """
 
     def __init__(
@@ -747,6 +750,7 @@ class RowPass:
     ) -> None:
         self._model = model
         self._adapters = adapters
+        self.merged: MergedAdapters | None = None
         self._windows = windows
         self._options = forward_options(model)
         self._cache_argument = cache_argument(model)
@@ -770,6 +774,12 @@ class RowPass:
         why = _adapters_agree(self._model, found, adapters)
         return found if why is None else why
 
+    def merge_adapters(self) -> None:
+        """Compute with merged weights from now on, where that is exact."""
+        model = self._model
+        merged = MergedAdapters(model, lambda: whole_logits(model, probe_ids(model, 16)[None]))
+        self.merged = merged if merged.layers else None
+
     def logits(
         self,
         cache: SlotCache,
@@ -783,9 +793,12 @@ class RowPass:
         Args:
             adapters: Of each row, if rows have different ones.
         """
-        if self._adapters is None:
-            return self._logits(cache, ids, positions, placement)
-        with self._adapters.of_rows(adapters, ids.shape[1], placement):
+        chosen: AbstractContextManager[None] = nullcontext()
+        if self._adapters is not None:
+            chosen = self._adapters.of_rows(adapters, ids.shape[1], placement)
+        elif self.merged is not None:
+            chosen = self.merged.in_use()
+        with chosen:
             return self._logits(cache, ids, positions, placement)
 
     def _logits(

@@ -1,4 +1,4 @@
-"""LoRA adapters of a model, one for each row of a forward pass.
+"""LoRA adapters in the engine's passes: one for each row, or one merged into the weights.
 
 peft computes a pass with the adapters that are switched on. Here each token has the adapter of its
 request, or none:
@@ -15,6 +15,8 @@ as an expert that gets only some tokens, raises RuntimeError.
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,9 +24,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tuner.engines.transformers.kv_cache import Placement
 from tuner.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 Parts = list[tuple[str, Tensor | None]]
 """Adapters, and the tokens that each computes; None for all."""
@@ -124,3 +129,93 @@ class RowAdapters:
             (name, torch.from_numpy(np.flatnonzero(names == name)).to(self._device))
             for name in sorted(set(names.tolist()) - {""})
         ]
+
+
+MERGED_ERROR = 1e-5
+"""Maximum by which merging may change the log-prob of a sampled token, on average."""
+
+
+class MergedAdapters:
+    """Makes a model's layers compute with the adapters that are on added to their weights, inside
+    `in_use`.
+
+    A layer takes one product of matrices in place of three. The sums are made again for new weights
+    and only for layers of float32 on a CPU; the model's own weights stay as they are.
+
+    Args:
+        model: The transformers model with peft's layers.
+        logits: Computes logits of it, to compare both ways.
+    """
+
+    def __init__(self, model: nn.Module, logits: Callable[[], Tensor]) -> None:
+        self._logits = logits
+        self._weights: dict[int, Tensor] = {}
+        self._this = threading.local()  # another thread may train the model
+        self._agree: bool | None = None
+        self.layers = 0
+        for module in model.modules():
+            if _merges(module):
+                module.forward = self._forward_of(module, module.forward)
+                self.layers += 1
+
+    def _forward_of(self, layer: Any, usual: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if not getattr(self._this, "on", False) or layer.disable_adapters or layer.merged:
+                return usual(x, *args, **kwargs)
+            weight = self._weights.get(id(layer))
+            if weight is None:
+                weight = layer.base_layer.weight
+                for name in layer.active_adapters:
+                    if name in layer.lora_A:
+                        first, second = layer.lora_A[name].weight, layer.lora_B[name].weight
+                        weight = torch.addmm(weight, second, first, alpha=layer.scaling[name])
+                self._weights[id(layer)] = weight = weight.detach()
+            return F.linear(x, weight, layer.base_layer.bias)
+
+        return forward
+
+    def forget(self) -> None:
+        """Release the sums: the weights have changed, or their memory is needed."""
+        self._weights.clear()
+        self._agree = None
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Compute with sums in the block, if they give the same log-probs."""
+        if self._agree is None:
+            self._agree = self._compared() <= MERGED_ERROR
+            if not self._agree:
+                self._weights.clear()
+        self._this.on = self._agree
+        try:
+            yield
+        finally:
+            self._this.on = False
+
+    @torch.no_grad()
+    def _compared(self) -> float:
+        wanted = self._logits().log_softmax(-1)
+        self._this.on = True
+        try:
+            change = (self._logits().log_softmax(-1) - wanted).abs()
+        finally:
+            self._this.on = False
+        difference = float((wanted.exp() * change).sum(-1).max())
+        if difference > MERGED_ERROR:
+            _log.warning(
+                "Adapters are not merged for generation: log-probs would differ by %.1e", difference
+            )
+        return difference
+
+
+def _merges(module: nn.Module) -> bool:
+    """Whether the sum of a layer's weights and its adapters' is all that it computes."""
+    if not hasattr(module, "_disable_adapters"):
+        return False
+    from peft.tuners.lora import Linear
+
+    if not isinstance(module, Linear) or type(module.base_layer) is not nn.Linear:
+        return False
+    weights = [module.base_layer.weight, *module.lora_A.parameters(), *module.lora_B.parameters()]
+    plain = not (module.lora_variant or any(module.lora_bias.values()) or module.fan_in_fan_out)
+    return plain and all(w.dtype == torch.float32 and w.device.type == "cpu" for w in weights)

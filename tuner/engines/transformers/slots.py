@@ -404,6 +404,8 @@ class SlotRunner:
         self._decoding = 0
         self._changed()
         self._rows.clear()
+        if self._row_pass.merged is not None:
+            self._row_pass.merged.forget()
         if self._graphs is not None:
             self._graphs.forget(self._guard.places())
 
