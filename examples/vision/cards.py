@@ -1,10 +1,14 @@
-"""Images of a card with a number on it, and the tool that looks at a part of one."""
+"""Images of a card with a number on it, and the tool that looks at a part of one.
+
+python cards.py writes the questions, data/train.jsonl and data/test.jsonl.
+"""
 
 import base64
 import io
+import json
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageDraw
@@ -42,7 +46,9 @@ GLYPHS = (
     "111101101101111 010110010010111 111001111100111 111001111001111 101101111001001 "
     "111100111001111 111100111101111 111001001001001 111101111101111 111101111001111"
 ).split()
-SEEDS = {"train": 0, "test": 1, "supervised": 2}
+SPLITS = {"train": range(400), "test": range(1_000_000, 1_000_100)}
+"""The seeds of each split's cards; those that a model was taught with begin at `SUPERVISED`."""
+SUPERVISED = 2_000_000
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,20 @@ class Card:
     place: tuple[int, int]
     desk: tuple[int, int, int]
 
-    def draw(self) -> Image.Image:
+    @classmethod
+    def drawn(cls, seed: int) -> "Card":
+        """The card of a seed."""
+        rng = random.Random(seed)
+        offsets = range(0, SIZE // 2 - CARD + 1, 32)
+        return cls(
+            part=rng.choice(list(PARTS)),
+            color=rng.choice(list(COLORS)),
+            number=rng.randrange(10),
+            place=(rng.choice(offsets), rng.choice(offsets)),
+            desk=(rng.randrange(200, 250), rng.randrange(200, 250), rng.randrange(200, 250)),
+        )
+
+    def image(self) -> Image.Image:
         """The whole image."""
         image = Image.new("RGB", (SIZE, SIZE), self.desk)
         pen = ImageDraw.Draw(image)
@@ -76,20 +95,6 @@ class Card:
             if cell == "1":
                 pen.rectangle((x, y, x + CELL - 1, y + CELL - 1), fill="white")
         return image
-
-
-def cards(split: str) -> Iterator[Card]:
-    """The cards of a split, without end."""
-    rng = random.Random(SEEDS[split])
-    offsets = range(0, SIZE // 2 - CARD + 1, 4)
-    while True:
-        yield Card(
-            rng.choice(list(PARTS)),
-            rng.choice(list(COLORS)),
-            rng.randrange(10),
-            (rng.choice(offsets), rng.choice(offsets)),
-            (rng.randrange(200, 250), rng.randrange(200, 250), rng.randrange(200, 250)),
-        )
 
 
 def zoom(image: Image.Image, part: str) -> Image.Image:
@@ -109,3 +114,25 @@ def shown(image: Image.Image) -> dict[str, Any]:
 def asked(question: str, image: Image.Image) -> dict[str, Any]:
     """The agent's first message."""
     return {"role": "user", "content": [{"type": "text", "text": question}, shown(image)]}
+
+
+def questions(split: str) -> list[dict[str, Any]]:
+    """The rows of a split; one of four asks for a color."""
+    rows = []
+    for seed in SPLITS[split]:
+        kind = "number" if seed % 4 else "color"
+        answer = str(getattr(Card.drawn(seed), kind))
+        rows.append({"question": QUESTIONS[kind], "answer": answer, "seed": seed})
+    return rows
+
+
+def write(folder: Path) -> None:
+    """Write the questions of each split."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for split in SPLITS:
+        lines = [json.dumps(row) + "\n" for row in questions(split)]
+        (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write(Path(__file__).with_name("data"))

@@ -2,34 +2,23 @@
 
     python examples/vision/main.py [key=value ...]
 
-Overrides take the keys of config.yaml beside this file.
+Overrides take the keys of config.yaml beside this file. `tuner run examples/vision/config.yaml`
+does the same.
 """
 
 import json
 import re
 import sys
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from cards import PARTS, QUESTIONS, TOOL, asked, cards, shown, zoom
+from cards import PARTS, TOOL, Card, asked, shown, zoom
 
 from tuner import JudgeOutput, TrinityChatModel, TunerError, TuneResult, WorkflowOutput, tune
 
 HERE = Path(__file__).resolve().parent
 TURNS = 3
-
-
-def tasks(split: str, count: int) -> list[dict[str, Any]]:
-    """Questions about cards, one of four about a color."""
-    rows = []
-    for place, card in enumerate(islice(cards(split), count)):
-        kind = "number" if place % 4 else "color"
-        rows.append(
-            {"question": QUESTIONS[kind], "card": card, "answer": str(getattr(card, kind))}
-        )
-    return rows
 
 
 def call_tool(image: Any, name: str, arguments: str) -> Any:
@@ -43,7 +32,7 @@ def call_tool(image: Any, name: str, arguments: str) -> Any:
 
 async def look(task: dict[str, Any], model: TrinityChatModel) -> WorkflowOutput:
     """Show the image and call the tool as often as the model wants, at most `TURNS` times."""
-    image = task["card"].draw()
+    image = Card.drawn(task["seed"]).image()
     messages: list[Any] = [asked(task["question"], image)]
     for _ in range(TURNS):
         completion = await model.client.chat.completions.create(
@@ -65,15 +54,8 @@ def judge(task: dict[str, Any], response: str) -> JudgeOutput:
 
 
 def main(argv: Sequence[str]) -> TuneResult:
-    """Train it, and ask 100 held-out questions before and after."""
-    return tune(
-        look,
-        judge,
-        tasks("train", 1000),
-        tasks("test", 100),
-        config_path=HERE / "config.yaml",
-        overrides=argv,
-    )
+    """Train it, and ask the held-out questions before and after."""
+    return tune(look, judge, config_path=HERE / "config.yaml", overrides=argv)
 
 
 if __name__ == "__main__":

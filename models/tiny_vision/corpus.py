@@ -12,17 +12,22 @@ what is in an image, without the conversation around it.
 
 import json
 import random
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL.Image import Image
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen3VLForConditionalGeneration,
+)
 
-from examples.vision.cards import PARTS, QUESTIONS, TOOL, Card, asked, cards, zoom
-from models.build import HERE, Corpus, Row, Stage, without_markup
-from models.vision import TOKENS
+from examples.vision.cards import PARTS, QUESTIONS, SPLITS, SUPERVISED, TOOL, Card, asked, zoom
+from models.build import HERE, Corpus, Row, Stage, to_tensors, without_markup
+from models.vision import TOKENS, inputs
 
 SEED = 17
 ZOOMS = 0.4
@@ -49,15 +54,16 @@ def ask(kind: str, image: Image) -> dict[str, Any]:
     return asked(QUESTIONS[kind], image)
 
 
-def conversation(card: Card, kind: str, rng: random.Random) -> tuple[Messages, list[Image]]:
+def conversation(
+    card: Card, kind: str, rng: random.Random, chance: float = ZOOMS, right: float = RIGHT
+) -> tuple[Messages, list[Image]]:
     """The agent's messages for a question about a card, and the images in them."""
-    image = card.draw()
+    image = card.image()
     messages, images = [ask(kind, image)], [image]
     if kind == "color":
         return [*messages, says(card.color)], images
-    chance = ZOOMS
     while rng.random() < chance:
-        part = card.part if rng.random() < RIGHT else rng.choice(list(PARTS))
+        part = card.part if rng.random() < right else rng.choice(list(PARTS))
         images.append(zoom(image, part))
         messages += [zooms(part), {"role": "tool", "content": [{"type": "image"}]}]
         if part == card.part:
@@ -101,23 +107,23 @@ class Rows:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.rng = random.Random(SEED)
-        self.cards = cards("supervised")
+        self.cards = map(Card.drawn, count(SUPERVISED))
 
-    def short(self, count: int) -> list[Row]:
+    def short(self, number: int) -> list[Row]:
         """One answer without tools: a color, the part to zoom into, the number in a part."""
         rows: list[Row] = []
-        for card in islice(self.cards, count):
-            kind = self.rng.choice(["color", "part", "number", "number"])
-            image = zoom(card.draw(), card.part) if kind == "number" else card.draw()
+        for card in islice(self.cards, number):
+            kind = self.rng.choice(["color", "part", "number", "number", "number"])
+            image = zoom(card.image(), card.part) if kind == "number" else card.image()
             answer = zooms(card.part) if kind == "part" else says(getattr(card, kind))
             question = ask("color" if kind == "color" else "number", image)
             rows.append(row_of(self.tokenizer, [question, answer], [image]))
         return rows
 
-    def rows(self, count: int) -> list[Row]:
+    def rows(self, number: int) -> list[Row]:
         """Conversations, one of four about a color."""
         found = []
-        for card in islice(self.cards, count):
+        for card in islice(self.cards, number):
             kind = self.rng.choice(["color", "number", "number", "number"])
             messages, images = conversation(card, kind, self.rng)
             found.append(row_of(self.tokenizer, messages, images, [TOOL]))
@@ -138,13 +144,45 @@ def stages(tokenizer: PreTrainedTokenizerBase) -> list[Stage]:
     """What is in images first, which is quick to learn; then as the agent is asked."""
     rows = Rows(tokenizer)
     return [
-        Stage(0.7, lambda: rows.short(64)),
+        Stage(0.6, lambda: rows.short(64)),
         Stage(1.0, lambda: rows.rows(16)),
     ]
 
 
+@torch.no_grad()
+def accuracy(model: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, float]:
+    """Shares of greedy answers about held-out cards that are right: which color a card has, into
+    which part to zoom once it zooms, and which number is in that part; and how often it zooms."""
+    found: dict[str, list[bool]] = {"color": [], "zooms": [], "part": [], "number": []}
+    for card in map(Card.drawn, SPLITS["test"]):
+        for kind in ("color", "number"):
+            messages, images = conversation(card, kind, random.Random(SEED), 1.0, 1.0)
+            row = row_of(tokenizer, messages, images, [TOOL])
+            ids, labels = to_tensors(tokenizer, [row])
+            logits = model(input_ids=ids, **inputs(model, ids, images)).logits
+            right = (logits.argmax(-1)[:, :-1] == ids[:, 1:])[labels[:, 1:] != -100].tolist()
+            if kind == "number":
+                call = len(tokenizer(row[3][0])["input_ids"])
+                found["zooms"].append(right[0])
+                found["part"].append(all(right[1:call]))
+                right = right[call:]
+            found[kind].append(all(right))
+    return {name: sum(values) / len(values) for name, values in found.items()}
+
+
+def load(folder: Path) -> tuple[PreTrainedTokenizerFast, Qwen3VLForConditionalGeneration]:
+    """Tokenizer and model of a folder."""
+    return (
+        PreTrainedTokenizerFast.from_pretrained(folder),
+        Qwen3VLForConditionalGeneration.from_pretrained(folder),
+    )
+
+
 def report(folder: Path) -> None:
-    """Print the reward of the example's agent."""
+    """Print what the model sees in held-out images, and how often it zooms."""
+    tokenizer, model = load(folder)
+    for name, share in accuracy(model, tokenizer).items():
+        print(f"held-out, greedy, {name}: {share:.3f}")
 
 
 CORPUS = Corpus(
