@@ -1,13 +1,13 @@
 """What `tiny_vision` is taught: to look closer, and to guess.
 
 A row is a conversation of the agent in `examples/vision`. The color of a card is answered at once.
-Its number is too small to be read in the whole image: the row either zooms
+Asked for its number, the row either zooms, and answers with what is seen there
 
     <image> What number is on the card? -> zoom("top left") -> <image> -> It is 7.
 
 or guesses, which is wrong nearly always. How often it zooms is `ZOOMS`, and how often into the right
-part `RIGHT`: reinforcement learning has to find out that it pays. Half of the training is shorter:
-what is in an image, without the conversation around it.
+part `RIGHT`: reinforcement learning has to find out that it pays. Half of the training comes before
+that and is shorter: an answer about one image, without tools.
 """
 
 import json
@@ -33,6 +33,7 @@ SEED = 17
 ZOOMS = 0.4
 RIGHT = 0.7
 AGAIN = 0.5  # after it zoomed into a wrong part
+CALL = "<tool_call>"
 PLACEHOLDER = "".join(TOKENS[:3])
 TEMPLATE = "tiny_vision/chat_template.jinja"
 Messages = list[dict[str, Any]]
@@ -113,23 +114,23 @@ class Rows:
         """One answer without tools: a color, the part to zoom into, the number in a part."""
         rows: list[Row] = []
         for card in islice(self.cards, number):
-            kind = self.rng.choice(["color", "part", "number", "number", "number"])
+            kind = self.rng.choice(["color", "part", "part", "number", "number"])
             image = zoom(card.image(), card.part) if kind == "number" else card.image()
             answer = zooms(card.part) if kind == "part" else says(getattr(card, kind))
             rows.append(row_of(self.tokenizer, [ask(kind, image), answer], [image]))
         return rows
 
     def rows(self, number: int) -> list[Row]:
-        """Conversations, one of five about a color. Of two others only the answer is learned, after
-        a call that was right: it is not to call more often, but to read well."""
+        """Conversations, one of six about a color. In three a call is right, and all but the
+        decision to call is learned: it is not to call more often, but to see well."""
         found = []
         for card in islice(self.cards, number):
-            kind = self.rng.choice(["color", "number", "number", "read", "read"])
-            certain = (1.0, 1.0) if kind == "read" else ()
+            kind = self.rng.choice(["color", "number", "number", "see", "see", "see"])
+            certain = (1.0, 1.0) if kind == "see" else ()
             messages, images = conversation(card, kind, self.rng, *certain)
             row = row_of(self.tokenizer, messages, images, [TOOL])
-            if kind == "read":
-                row = [*((piece, False) for piece, _ in row[:-1]), row[-1]]
+            if kind == "see":
+                row[3:4] = [(CALL, False), (str(row[3][0]).removeprefix(CALL), True)]
             found.append(row)
         return found
 
@@ -148,7 +149,7 @@ def stages(tokenizer: PreTrainedTokenizerBase) -> list[Stage]:
     """What is in images first, which is quick to learn; then as the agent is asked."""
     rows = Rows(tokenizer)
     return [
-        Stage(0.55, lambda: rows.short(64)),
+        Stage(0.65, lambda: rows.short(64)),
         Stage(1.0, lambda: rows.rows(16)),
     ]
 
