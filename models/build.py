@@ -2,7 +2,8 @@
 
 One story from top to bottom: a tokenizer trained on the corpus, a randomly started
 `Qwen3ForCausalLM` (or another tiny model that goes on learning, or one that reads images,
-`models/vision.py`), supervised training in stages, the saved files. What is taught, and how good the model is at it, is in `models/<name>/corpus.py`.
+`models/vision.py`), supervised training in stages, the saved files. What is taught, and how good the
+model is at it, is in `models/<name>/corpus.py`.
 
     python -m models.build tiny_math                       # rebuilds the files in models/tiny_math
     python -m models.build tiny_math --output /tmp/model --updates 100

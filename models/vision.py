@@ -31,7 +31,9 @@ def image_processor() -> Qwen2VLImageProcessorPil:
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerBase, shape: dict[str, Any]) -> Qwen3VLForConditionalGeneration:
+def build_model(
+    tokenizer: PreTrainedTokenizerBase, shape: dict[str, Any]
+) -> Qwen3VLForConditionalGeneration:
     """A model of Qwen3-VL's architecture, randomly started, whose decoder is a Qwen3 of a shape."""
     start, image, end, video = tokenizer.convert_tokens_to_ids(list(TOKENS))
     rope = {

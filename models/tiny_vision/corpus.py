@@ -5,9 +5,9 @@ Asked for its number, the row either zooms, and answers with what is seen there
 
     <image> What number is on the card? -> zoom("top left") -> <image> -> It is 7.
 
-or guesses, which is wrong nearly always. How often it zooms is `ZOOMS`, and how often into the right
-part `RIGHT`: reinforcement learning has to find out that it pays. Half of the training comes before
-that and is shorter: an answer about one image, without tools.
+or guesses, which is wrong nearly always. How often it zooms is `ZOOMS`, and how often into the
+right part `RIGHT`: reinforcement learning has to find out that it pays. Most of the training comes
+before that and is shorter: an answer about one image, without tools.
 """
 
 import json
