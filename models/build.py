@@ -1,9 +1,9 @@
 """Build a tiny model: a Qwen3-shaped one of 0.5M parameters, taught from a corpus of its own.
 
 One story from top to bottom: a tokenizer trained on the corpus, a randomly started
-`Qwen3ForCausalLM` (or another tiny model that goes on learning, or one that reads images,
-`models/vision.py`), supervised training in stages, the saved files. What is taught, and how good the
-model is at it, is in `models/<name>/corpus.py`.
+`Qwen3ForCausalLM` (or another tiny model that goes on learning, or one that reads images, as in
+`models/vision.py`), supervised training in stages, the saved files. What is taught, and how good
+the model is at it, is in `models/<name>/corpus.py`.
 
     python -m models.build tiny_math                       # rebuilds the files in models/tiny_math
     python -m models.build tiny_math --output /tmp/model --updates 100
