@@ -34,5 +34,6 @@ def test_a_part_of_an_image_has_the_card_or_only_the_desk():
 
 @pytest.mark.learning
 def test_it_raises_the_held_out_reward(main, tmp_path):
-    result = main.main(["buffer.total_steps=5", f"checkpoint_root_dir={tmp_path}"])
-    print(result)
+    result = main.main(["buffer.total_steps=7", f"checkpoint_root_dir={tmp_path}"])
+    assert 0.25 <= result.eval_before["held-out"] <= 0.4
+    assert result.eval_after["held-out"] >= 0.9
