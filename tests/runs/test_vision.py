@@ -123,6 +123,7 @@ def test_a_model_of_text_has_no_vision_to_train(tmp_path):
 
 
 KILLED = {
+    "name": "run",  # resumed by this name
     "buffer.total_steps": 2,
     "trainer.save_interval": 1,
     "tuner.images.train_vision": "true",
