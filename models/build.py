@@ -14,7 +14,7 @@ import importlib
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -65,8 +65,10 @@ SPLIT = (
     r"|\s+"
 )
 
-Row = list[tuple[str | Image, bool]]
-"""The pieces of a text and its images, each encoded by itself, and whether each is learned."""
+Row = list[tuple[str, bool]]
+"""The pieces of a text, each encoded by itself, and whether each is learned."""
+AnyRow = Sequence[tuple[str | Image, bool]]
+"""The same with images between the pieces."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Stage:
     """A part of the training: the rows of an update, up to a share of all updates."""
 
     until: float
-    draw: Callable[[], list[Row]]
+    draw: Callable[[], Sequence[AnyRow]]
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,7 @@ def build_model(corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> Any:
 
 
 def to_tensors(
-    tokenizer: PreTrainedTokenizerBase, rows: list[Row]
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[AnyRow]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`ids` and `labels`, both (rows, length); a label of -100 is not learned."""
     texts = [one if isinstance(one, str) else vision.SHOWN for row in rows for one, _ in row]

@@ -5,12 +5,9 @@ from typing import Any
 
 import torch
 from PIL.Image import Image
-from transformers import (
-    PreTrainedTokenizerBase,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-)
+from transformers import PreTrainedTokenizerBase
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen3_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
 SIDE = 32
@@ -35,7 +32,7 @@ def build_model(
     tokenizer: PreTrainedTokenizerBase, shape: dict[str, Any]
 ) -> Qwen3VLForConditionalGeneration:
     """A model of Qwen3-VL's architecture, randomly started, whose decoder is a Qwen3 of a shape."""
-    start, image, end, video = tokenizer.convert_tokens_to_ids(list(TOKENS))
+    start, image, end, video = map(tokenizer.convert_tokens_to_ids, TOKENS)
     rope = {
         "rope_type": "default",
         "rope_theta": 10000.0,

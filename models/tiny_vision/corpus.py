@@ -22,11 +22,11 @@ from tokenizers import Tokenizer, models
 from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
-    Qwen3VLForConditionalGeneration,
 )
+from transformers.models.qwen3_vl import Qwen3VLForConditionalGeneration
 
 from examples.vision.cards import PARTS, QUESTIONS, SPLITS, SUPERVISED, TOOL, Card, asked, zoom
-from models.build import HERE, Corpus, Row, Stage, to_tensors, without_markup
+from models.build import HERE, Corpus, Stage, to_tensors, without_markup
 from models.vision import TOKENS, inputs
 
 SEED = 17
@@ -37,6 +37,7 @@ CALL = "<tool_call>"
 PLACEHOLDER = "".join(TOKENS[:3])
 TEMPLATE = "tiny_vision/chat_template.jinja"
 Messages = list[dict[str, Any]]
+Row = list[tuple[str | Image, bool]]
 
 
 def says(answer: object) -> dict[str, Any]:
@@ -77,7 +78,7 @@ def row_of(
     tokenizer: PreTrainedTokenizerBase,
     messages: Messages,
     images: list[Image],
-    tools: list[dict[str, Any]] | None = None,
+    tools: list[Any] | None = None,
 ) -> Row:
     """A conversation as the chat template writes it; what the assistant writes is learned."""
 
