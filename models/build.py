@@ -1,8 +1,9 @@
 """Build a tiny model: a Qwen3-shaped one of 0.5M parameters, taught from a corpus of its own.
 
 One story from top to bottom: a tokenizer trained on the corpus, a randomly started
-`Qwen3ForCausalLM` (or another tiny model that goes on learning), supervised training in stages, the
-saved files. What is taught, and how good the model is at it, is in `models/<name>/corpus.py`.
+`Qwen3ForCausalLM` (or another tiny model that goes on learning, or one that reads images, as in
+`models/vision.py`), supervised training in stages, the saved files. What is taught, and how good
+the model is at it, is in `models/<name>/corpus.py`.
 
     python -m models.build tiny_math                       # rebuilds the files in models/tiny_math
     python -m models.build tiny_math --output /tmp/model --updates 100
@@ -13,13 +14,14 @@ import importlib
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from PIL.Image import Image
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
@@ -30,8 +32,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from models import vision
+
 HERE = Path(__file__).resolve().parent
-CHAT_TEMPLATE = HERE / "tiny_math" / "chat_template.jinja"
+CHAT_TEMPLATE = "tiny_math/chat_template.jinja"
 
 MATRIX_LEARNING_RATE = 0.02  # Muon
 OTHER_LEARNING_RATE = 3e-3  # AdamW: embeddings and norms
@@ -63,6 +67,8 @@ SPLIT = (
 
 Row = list[tuple[str, bool]]
 """The pieces of a text, each encoded by itself, and whether each is learned."""
+AnyRow = Sequence[tuple[str | Image, bool]]
+"""The same with images between the pieces."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ class Stage:
     """A part of the training: the rows of an update, up to a share of all updates."""
 
     until: float
-    draw: Callable[[], list[Row]]
+    draw: Callable[[], Sequence[AnyRow]]
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,8 @@ class Corpus:
         vocab_size: Tokens, the single ones with them.
         base: The tiny model whose weights are the start. None: random ones.
         rate: Share of the learning rates above.
+        template: The chat template's file in this folder.
+        images: Whether rows have images.
     """
 
     seed: int
@@ -98,6 +106,8 @@ class Corpus:
     vocab_size: int = VOCAB_SIZE
     base: str | None = None
     rate: float = 1.0
+    template: str = CHAT_TEMPLATE
+    images: bool = False
 
 
 def corpus_of(name: str) -> Corpus:
@@ -107,7 +117,7 @@ def corpus_of(name: str) -> Corpus:
 
 def template_words() -> str:
     """The chat template's own words, so that each is few tokens."""
-    return " ".join(re.findall(r"[A-Za-z]+", CHAT_TEMPLATE.read_text(encoding="utf-8")))
+    return " ".join(re.findall(r"[A-Za-z]+", (HERE / CHAT_TEMPLATE).read_text(encoding="utf-8")))
 
 
 def without_markup(text: str, markup: tuple[str, ...] = ()) -> str:
@@ -132,17 +142,18 @@ def build_tokenizer(corpus: Corpus) -> PreTrainedTokenizerFast:
     )
     tokenizer.decoder = decoders.ByteLevel()
     markup = [*MARKUP_TOKENS, *corpus.markup]
+    special = [*SPECIAL_TOKENS, *(vision.TOKENS if corpus.images else ())]
     trainer = trainers.BpeTrainer(
-        vocab_size=corpus.vocab_size - len(SPECIAL_TOKENS) - len(markup),
+        vocab_size=corpus.vocab_size - len(special) - len(markup),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(corpus.texts(), trainer)
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
     tokenizer.add_tokens([AddedToken(token, special=False) for token in markup])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        chat_template=CHAT_TEMPLATE.read_text(encoding="utf-8"),
+        chat_template=(HERE / corpus.template).read_text(encoding="utf-8"),
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         padding_side="left",
@@ -151,26 +162,28 @@ def build_tokenizer(corpus: Corpus) -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> Qwen3ForCausalLM:
-    """A model of Qwen3's architecture, randomly started or with its base's weights."""
+def build_model(corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """A model of Qwen3's architecture, or of Qwen3-VL's with such a decoder, randomly started or
+    with its base's weights."""
     if corpus.base is not None:
         return Qwen3ForCausalLM.from_pretrained(HERE / corpus.base)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=96,
-        intermediate_size=288,
-        num_hidden_layers=4,
-        num_attention_heads=3,
-        num_key_value_heads=3,  # with fewer it takes far longer to learn to copy numbers
-        head_dim=32,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
-    model = Qwen3ForCausalLM(config)
+    shape: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 96,
+        "intermediate_size": 288,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,  # with fewer it takes far longer to learn to copy numbers
+        "head_dim": 32,
+        "max_position_embeddings": CONTEXT,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if corpus.images:
+        model = vision.build_model(tokenizer, shape)
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=True, dtype="float32"))
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
@@ -178,10 +191,11 @@ def build_model(corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> Qwen3ForC
 
 
 def to_tensors(
-    tokenizer: PreTrainedTokenizerBase, rows: list[Row]
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[AnyRow]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`ids` and `labels`, both (rows, length); a label of -100 is not learned."""
-    pieces = iter(tokenizer([text for row in rows for text, _ in row])["input_ids"])
+    texts = [one if isinstance(one, str) else vision.SHOWN for row in rows for one, _ in row]
+    pieces = iter(tokenizer(texts)["input_ids"])
     all_ids, all_labels = [], []
     for row in rows:
         ids: list[int] = []
@@ -199,7 +213,7 @@ def to_tensors(
 
 
 def train(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, corpus: Corpus, updates: int
+    model: Any, tokenizer: PreTrainedTokenizerBase, corpus: Corpus, updates: int
 ) -> list[float]:
     """Supervised training; returns the loss of every update, a mean over learned tokens."""
     matrices: list[torch.nn.Parameter] = []
@@ -226,9 +240,12 @@ def train(
     started = time.perf_counter()
     for update in range(updates):
         stage = next(stage for stage in stages if update < stage.until * updates)
-        ids, labels = to_tensors(tokenizer, stage.draw())
+        rows = stage.draw()
+        ids, labels = to_tensors(tokenizer, rows)
+        shown = [one for row in rows for one, _ in row if not isinstance(one, str)]
+        seen = vision.inputs(model, ids, shown) if corpus.images else {}
         # Rows are padded on the right, where a causal model does not look: no mask is needed.
-        hidden = model.model(input_ids=ids).last_hidden_state  # (rows, length, hidden)
+        hidden = model.model(input_ids=ids, **seen).last_hidden_state  # (rows, length, hidden)
         learned = labels[:, 1:] != -100
         logits = model.lm_head(hidden[:, :-1][learned])  # (learned tokens, vocabulary)
         loss = F.cross_entropy(logits, labels[:, 1:][learned])
@@ -247,11 +264,13 @@ def train(
     return losses
 
 
-def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, output: Path) -> None:
+def save(model: Any, tokenizer: PreTrainedTokenizerFast, corpus: Corpus, output: Path) -> None:
     """Write the model's files."""
     output.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
+    if corpus.images:
+        vision.image_processor().save_pretrained(output)
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         config = json.loads((output / name).read_text(encoding="utf-8"))
         # The same files whatever the version, and a class name that transformers 4 knows too.
@@ -269,7 +288,7 @@ def build(corpus: Corpus, output: Path, updates: int | None = None) -> list[floa
     model = build_model(corpus, tokenizer)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens")
     losses = train(model, tokenizer, corpus, corpus.updates if updates is None else updates)
-    save(model, tokenizer, output)
+    save(model, tokenizer, corpus, output)
     return losses
 
 

@@ -7,21 +7,24 @@ import pytest
 import torch
 
 from examples.gsm8k import make_data
+from examples.vision import cards
 from models.build import build, corpus_of, load
 from models.tiny_prompt import corpus as prompt
 from models.tiny_retry import corpus as retry
 from models.tiny_search import corpus as search
+from models.tiny_vision import corpus as vision
 
 pytestmark = pytest.mark.learning
 
 MODELS = Path(__file__).parents[2] / "models"
 
 
-@pytest.mark.parametrize("name", ["tiny_prompt", "tiny_retry", "tiny_search"])
+@pytest.mark.parametrize("name", ["tiny_prompt", "tiny_retry", "tiny_search", "tiny_vision"])
 def test_a_short_build_makes_the_shipped_files(name, tmp_path):
     losses = build(corpus_of(name), tmp_path, updates=2)
     assert len(losses) == 2
-    for file in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    files = {file.name for file in tmp_path.iterdir()}
+    for file in files - {"model.safetensors"}:
         assert (tmp_path / file).read_bytes() == (MODELS / name / file).read_bytes(), file
     assert (MODELS / name / "model.safetensors").stat().st_size <= 4_000_000
 
@@ -74,3 +77,17 @@ def test_the_search_model_can_look_up_and_often_guesses():
     torch.manual_seed(0)
     assert 0.1 <= search.accuracy(model, tokenizer) <= 0.6
     assert search.accuracy(model, tokenizer, first=" I think I know it.") <= 0.2
+
+
+def test_no_supervised_image_is_in_a_shipped_split():
+    shipped = {cards.Card.drawn(seed) for seeds in cards.SPLITS.values() for seed in seeds}
+    rows = vision.Rows(tokenizer=None)
+    assert not any(next(rows.cards) in shipped for _ in range(100_000))
+
+
+def test_the_vision_model_reads_what_it_zooms_into_and_rarely_zooms():
+    tokenizer, model = vision.load(MODELS / "tiny_vision")
+    assert model.num_parameters() <= 2_000_000
+    found = vision.accuracy(model, tokenizer)
+    assert min(found["color"], found["part"], found["number"]) >= 0.9, found
+    assert found["zooms"] <= 0.2, found

@@ -1,16 +1,22 @@
 """Runs of vision models: what is trained, recorded and saved."""
 
 import base64
+import signal
 
 import pytest
 import torch
+import transformers
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file
 
+from tests.kit import forked, runs
 from tests.kit.models import png, save_chat_model, save_vision_model
-from tuner import tune
+from tuner import evaluate, tune
 from tuner.engines.images import ALBUM
 from tuner.engines.transformers.vision import vision_of, vision_parameters
 from tuner.errors import ConfigError
 from tuner.runs.models import load_model
+from tuner.tools.export import export
 from tuner.traces.store import read_traces
 from tuner.training.batch import build_batch
 from tuner.training.forward.layouts import exact_forward
@@ -41,7 +47,7 @@ def folder(tmp_path_factory):
     return save_vision_model(tmp_path_factory.mktemp("vision"))
 
 
-def run(folder, path, **settings):
+def run(folder, path, judge=judge, **settings):
     given = {
         "model.model_path": folder,
         "checkpoint_root_dir": path,
@@ -60,6 +66,12 @@ CASES = {
     "frozen": {},
     "trained": {"tuner.images.train_vision": "true"},
     "adapter": {"model.lora_configs": "[{lora_rank: 2}]"},
+    "branches": {
+        "algorithm.algorithm_type": "tree",
+        "algorithm.repeat_times": 6,
+        "tuner.branching.ends": 2,
+        "tuner.branching.trunks": 3,
+    },
 }
 
 
@@ -75,11 +87,11 @@ def test_a_run_trains_what_it_is_asked_to(folder, tmp_path, case):
     got = exact_forward(start, None, compiled=False).logprobs(start, batch.rows, with_entropy=False)
     recorded = torch.tensor([one for row in batch.rows for one in row.logprobs])
     assert torch.allclose(got.logp_T, recorded, atol=1e-5)
+    assert any(trace.origin is not None for trace in traces) is (case == "branches")
+    assert all(trace.origin is None or trace.origin.diverged is None for trace in traces)
     saved = result.run_dir / "checkpoints" / "step_000001"
     assert (saved / "preprocessor_config.json").exists()
     if case == "adapter":
-        from safetensors.torch import load_file
-
         names = list(load_file(saved / "adapter_model.safetensors"))
         assert names
         assert all("language_model" in name for name in names)
@@ -108,3 +120,51 @@ def test_what_does_not_see_is_refused_by_name(folder, tmp_path, settings, why):
 def test_a_model_of_text_has_no_vision_to_train(tmp_path):
     with pytest.raises(ConfigError, match="the model reads text only"):
         run(save_chat_model(tmp_path / "model"), tmp_path, **CASES["trained"])
+
+
+KILLED = {
+    "name": "run",  # resumed by this name
+    "buffer.total_steps": 2,
+    "trainer.save_interval": 1,
+    "tuner.images.train_vision": "true",
+    "tuner.deterministic": "true",
+}
+
+
+def kill_itself(folder, path):
+    run(folder, path, judge=runs.killing_itself(judge, 8), **KILLED)  # in the second step
+
+
+def test_a_killed_run_ends_with_the_same_weights(folder, tmp_path):
+    assert forked.run(kill_itself, folder, tmp_path / "cut") == -signal.SIGKILL
+    results = [run(folder, tmp_path / name, **KILLED) for name in ("cut", "straight")]
+    found, expected = (load_file(one.checkpoint / "model.safetensors") for one in results)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_an_evaluation_keeps_the_images(folder, tmp_path):
+    evaluate(
+        look,
+        judge,
+        {"held-out": [{"seed": seed} for seed in range(2)]},
+        overrides=[f"model.model_path={folder}", "tuner.device=cpu"],
+        output=tmp_path / "out",
+    )
+    (file,) = (tmp_path / "out").rglob("*.jsonl")
+    traces = list(read_traces(file))
+    assert [len(call.images) for trace in traces for call in trace.calls] == [1, 2, 1, 2]
+
+
+def test_an_exported_model_is_loaded_by_transformers(tmp_path):
+    result = run(save_vision_model(tmp_path / "model", "qwen3_vl"), tmp_path)
+    export(result.run_dir, tmp_path / "out")
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.data.pipeline_tag == "image-text-to-text"
+    assert "import AutoModelForImageTextToText, AutoProcessor\n" in card.text
+    loaded = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
+    expected = load_file(result.checkpoint / "model.safetensors")
+    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in expected.items())
+    # `AutoProcessor` asks for torchvision, too, for videos.
+    images = transformers.AutoImageProcessor.from_pretrained(tmp_path / "out", backend="pil")
+    assert images.patch_size == loaded.config.vision_config.patch_size
+    transformers.AutoTokenizer.from_pretrained(tmp_path / "out")

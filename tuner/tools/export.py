@@ -247,6 +247,7 @@ def model_card(
     """
     config = {} if candidate.run is None else candidate.run.stored_config()
     base = candidate.base or lookup(config, "model.model_path")
+    images = any(Path(candidate.path).rglob("*processor_config.json"))
     sets = [lookup(config, "buffer.explorer_input.taskset", {})]
     sets += lookup(config, "buffer.explorer_input.eval_tasksets", [])
     public = dict.fromkeys(str(one["path"]) for one in sets if _on_the_hub(one.get("path")))
@@ -254,14 +255,14 @@ def model_card(
         base_model=base if _on_the_hub(base) else None,
         datasets=list(public) or None,
         library_name="peft" if adapter else "transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag="image-text-to-text" if images else "text-generation",
         tags=["agentscope-tuner", *_kind(config), *(["lora"] if candidate.base else [])],
     )
     sections = [
         [f"# {title}", "", *_introduction(candidate, base)],
         list(_rewards(candidate)),
         list(_training(config)),
-        list(_use(adapter, base, stops, candidate.roles)),
+        list(_use(adapter, base, stops, candidate.roles, images=images)),
         list(_versions()),
     ]
     text = "\n\n".join("\n".join(lines) for lines in sections if lines)
@@ -377,7 +378,9 @@ def _function(reference: Any) -> str | None:
     return None if reference is None else f"`{str(reference).rpartition('/')[2]}`"
 
 
-def _use(adapter: bool, base: Any, stops: bool, roles: Sequence[str] = ()) -> Iterator[str]:
+def _use(
+    adapter: bool, base: Any, stops: bool, roles: Sequence[str] = (), *, images: bool = False
+) -> Iterator[str]:
     yield "## Use"
     yield ""
     model = _short(base)
@@ -402,12 +405,14 @@ def _use(adapter: bool, base: Any, stops: bool, roles: Sequence[str] = ()) -> It
     yield ""
     yield "```python"
     more = ", GenerationConfig" if stops else ""
-    yield f"from transformers import AutoModelForCausalLM, AutoTokenizer{more}"
+    loader = "AutoModelForImageTextToText" if images else "AutoModelForCausalLM"
+    reader = "AutoProcessor" if images else "AutoTokenizer"
+    yield f"from transformers import {loader}, {reader}{more}"
     yield ""
     if adapter:
         yield "from peft import PeftModel"
         yield ""
-        yield f'base = AutoModelForCausalLM.from_pretrained("{model}")'
+        yield f'base = {loader}.from_pretrained("{model}")'
         first, *others = roles or ("",)
         named = f'/{first}", adapter_name="{first}' if first else ""
         yield f'model = PeftModel.from_pretrained(base, "FOLDER{named}")'
@@ -416,8 +421,8 @@ def _use(adapter: bool, base: Any, stops: bool, roles: Sequence[str] = ()) -> It
         if stops:
             yield 'model.generation_config = GenerationConfig.from_pretrained("FOLDER")'
     else:
-        yield 'model = AutoModelForCausalLM.from_pretrained("FOLDER")'
-    yield 'tokenizer = AutoTokenizer.from_pretrained("FOLDER")'
+        yield f'model = {loader}.from_pretrained("FOLDER")'
+    yield f'{"processor" if images else "tokenizer"} = {reader}.from_pretrained("FOLDER")'
     yield "```"
 
 

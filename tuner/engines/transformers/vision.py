@@ -334,8 +334,11 @@ class Vision:
         """Equal as long as the features are the same."""
         adapted = (m for m in model.modules() if hasattr(m, "_disable_adapters"))
         switches = [(m._disable_adapters, str(m._active_adapter)) for m in adapted]
-        weights = [(id(p), p._version, p.data_ptr()) for p in vision_parameters(model)]
-        return switches, weights
+        parameters = vision_parameters(model)
+        weights = [(id(p), p._version, p.data_ptr()) for p in parameters]
+        # A fused optimizer changes values and no version.
+        probe = [p.detach().flatten()[:4].tolist() for p in parameters if p.requires_grad]
+        return switches, weights, str(probe)  # NaN is not equal to itself
 
     def _computed(self, model: Any, sha256: str) -> tuple[Tensor, ...]:
         read, get = self.read(sha256), model.model.get_image_features
