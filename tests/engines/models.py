@@ -252,7 +252,7 @@ def always_drafting(
     """Every request has a draft in every pass: what follows in `answers`, prompt and completion
     each, with another token at `wrong` places; behind other tokens its own first ones."""
 
-    def found(tokens: speculation.Ints) -> tuple[speculation.Ints, int]:
+    def found(tokens: speculation.Ints, _: int) -> tuple[speculation.Ints, int]:
         so_far = tokens.tolist()
         known = [ids for ids in answers if list(ids[: len(so_far)]) == so_far]
         if not known:
@@ -264,6 +264,7 @@ def always_drafting(
         return np.array(rest, dtype=np.int64), len(rest)
 
     patch.setattr(speculation, "looked_up", found)
+    patch.setattr(speculation, "_START", 2.0)
     patch.setattr(speculation, "_REGAIN", 2.0)
     patch.setattr(slots, "FEW_REQUESTS", 999)
 

@@ -225,7 +225,9 @@ async def test_pairs_of_tokens_have_exactly_the_models_distribution(
 ):
     """A chi-square test of 100,000 tokens, the pairs of them behind each token."""
     monkeypatch.setattr(slots, "FEW_REQUESTS", 256)
+    monkeypatch.setattr(speculation, "_START", 2.0)
     monkeypatch.setattr(speculation, "_REGAIN", 2.0)
+    monkeypatch.setattr(speculation, "_FEW", 1)
     model = markov(vocabulary)
     engine = make_engine(model, max_model_len=512, max_slots=256)
     draw = torch.Generator().manual_seed(0)
@@ -272,7 +274,7 @@ async def test_pairs_of_tokens_have_exactly_the_models_distribution(
     ],
 )
 def test_a_draft_is_what_followed_the_longest_context(tokens, follows, context):
-    found, length = speculation.looked_up(np.array(tokens))
+    found, length = speculation.looked_up(np.array(tokens), 2)
     assert length == context
     assert not context or found.tolist() == follows
 
@@ -282,21 +284,34 @@ class _Asked:
 
 
 def test_a_draft_is_at_most_twice_its_context_and_goes_on_with_what_repeats(monkeypatch):
-    monkeypatch.setattr(speculation, "_REGAIN", 2.0)
+    monkeypatch.setattr(speculation, "_START", 2.0)
     drafts, asked = speculation.Drafts(), _Asked()
-    assert drafts.of(asked, np.array([1, 2, 3, 4, 5, 6, 7, 1, 2]), 30).tolist() == [3, 4, 5, 6]
-    assert drafts.of(asked, np.array([1, 2, 3, 4, 5, 6, 7, 1, 2]), 3).tolist() == [3, 4, 5]
-    assert drafts.of(asked, np.array([3, 1, 2, 1, 2, 1]), 30).tolist() == [2, 1, 2, 1, 2, 1]
+    tokens = np.array([9, 1, 2, 3, 4, 5, 6, 7, 8, 10, 1, 2, 3])
+    assert drafts.of(asked, tokens, 30).tolist() == [4, 5, 6, 7, 8, 10]
+    assert drafts.of(asked, tokens, 3).tolist() == [4, 5, 6]
+    assert drafts.of(asked, np.array([1, 2, 1, 2, 1]), 30).tolist() == [2, 1, 2, 1, 2, 1]
     asked.limit = 2
-    assert drafts.of(asked, np.array([1, 2, 3, 4, 5, 6, 7, 1, 2]), 30).tolist() == [3]
+    assert drafts.of(asked, tokens, 30).tolist() == [4]
+
+
+def test_two_tokens_of_context_are_enough_after_drafts_that_were_right():
+    drafts, asked, tokens = speculation.Drafts(), _Asked(), np.array([1, 2, 3, 4, 1, 2])
+    assert not len(drafts.of(asked, tokens, 30))
+    drafts.judge(asked, 4, 4)
+    assert drafts.of(asked, tokens, 30).tolist() == [3, 4, 1, 2]
+    for _ in range(4):
+        drafts.judge(asked, 4, 0)
+        drafts.of(asked, tokens, 30)
+    assert not len(drafts.of(asked, tokens, 30))
 
 
 async def test_drafts_that_are_always_wrong_soon_end(monkeypatch):
     model, ids = make_model(), prompt(20)
     sampling = replace(PLAIN, max_tokens=200)
     answers = whole([(ids, sampling)], await undrafted(model, [(ids, sampling)]))
-    regain = speculation._REGAIN
+    start, regain = speculation._START, speculation._REGAIN
     always_drafting(monkeypatch, answers, lambda place: True)
+    monkeypatch.setattr(speculation, "_START", start)
     monkeypatch.setattr(speculation, "_REGAIN", regain)
     engine = make_engine(model)
     await engine.generate(ids, sampling, "session")

@@ -22,8 +22,9 @@ from tuner.engines.request import Request
 
 Ints = NDArray[np.int64]
 
-_FEWEST, _MOST = 2, 8
-"""Numbers of last tokens that must have occurred before, and are compared at most."""
+_FEW, _FEWER, _MOST = 3, 2, 8
+"""Number of last tokens that must have occurred before, also after drafts that have saved passes,
+and that are compared at most."""
 _LONGEST = 16
 """Maximum number of tokens of a draft."""
 FEW_REQUESTS = 4
@@ -33,19 +34,20 @@ _COST, _COST_OF_TOKEN = 0.3, 0.03
 Measured with 1 to 4 rows of models of 0.8M to 135M parameters: 0.2 to 0.5 in all with 4 tokens, 0.3
 to 1 with 16."""
 _START, _REGAIN, _SAVED = 0.75, 0.02, 2.0
-"""Passes that a request may lose by drafts at the start, more for each of its passes, and at most
+"""Passes that a request may lose by drafts, more for each of its passes up to this, and at most
 after drafts that have saved passes."""
 
 
-def looked_up(tokens: Ints) -> tuple[Ints, int]:
+def looked_up(tokens: Ints, fewest: int) -> tuple[Ints, int]:
     """The tokens that followed where the last ones have occurred before.
 
     Args:
         tokens: Prompt and completion, shape [T].
+        fewest: Minimum length of a common context.
 
     Returns:
         All tokens behind the newest of the places with the longest common context, and the length
-        of this context; 0 if it is shorter than `_FEWEST`.
+        of this context; 0 if it is too short.
     """
     found, context = tokens[:0], 0
     ends = np.flatnonzero(tokens[:-1] == tokens[-1])
@@ -55,7 +57,7 @@ def looked_up(tokens: Ints) -> tuple[Ints, int]:
             break
         ends = ends[ends >= context]
         ends = ends[tokens[ends - context] == tokens[-1 - context]]
-    return found, context if context >= _FEWEST else 0
+    return found, context if context >= fewest else 0
 
 
 class Drafts:
@@ -67,16 +69,17 @@ class Drafts:
     def of(self, request: Request, tokens: Ints, room: int) -> Ints:
         """A draft of at most `room` tokens behind those of the request, at most twice as long as
         what is repeated. A repetition that reaches the end is continued."""
-        credit = min(self._credit.get(request, _START) + _REGAIN, _SAVED)
-        self._credit[request] = credit
+        credit = self._credit.get(request, _START)
+        credit = self._credit[request] = max(credit, min(credit + _REGAIN, _START))
         left = request.limit - len(request.completion_ids) - 1
         longest = min(int((credit - _COST) / _COST_OF_TOKEN), room, left, _LONGEST)
         if longest < 1:
             return tokens[:0]
-        found, context = looked_up(tokens)
+        found, context = looked_up(tokens, _FEWER if credit > _START else _FEW)
         return np.resize(found, min(longest, 2 * context))
 
     def judge(self, request: Request, drafted: int, right: int) -> None:
         """Take in how many tokens of a draft were right."""
         if drafted:
-            self._credit[request] += right - _COST - drafted * _COST_OF_TOKEN
+            credit = self._credit[request] + right - _COST - drafted * _COST_OF_TOKEN
+            self._credit[request] = min(credit, _SAVED)
