@@ -134,9 +134,11 @@ def problems(tokenizer: Any, count: int) -> Prompts:
 def measure(runs: dict[str, Run], prompts: Prompts, size: int, rounds: int) -> dict[str, float]:
     """Tokens per CPU second of each."""
     sums = {name: [0, 0.0] for name in runs}
+    order = list(runs.items())
     for number in range(rounds + 1):
         for first in range(0, len(prompts) - size + 1, size):
-            for name, run in runs.items():
+            order.reverse()
+            for name, run in order:
                 found = run(prompts[first : first + size], 100 * number + first)
                 if number:  # the first round allocates
                     sums[name] = [a + b for a, b in zip(sums[name], found, strict=True)]

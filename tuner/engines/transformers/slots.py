@@ -424,11 +424,11 @@ class SlotRunner:
             self._admit()
         if not self.active:
             return []
-        if self._sizes:  # each pass has its own number of threads
-            return self._advance(version)
         prompts = self._decoding < len(self.active)
         if self._row_pass.shares and not prompts and not self._levels:
             self._rows.even_out(len(self.active))
+        if self._sizes:  # each pass has its own number of threads
+            return self._advance(version)
         drafts = [] if prompts else self._drafted()
         tokens = len(self.active) + sum(map(len, drafts))
         with self._threads.computing(self.tokens_ahead() or tokens):
@@ -750,8 +750,9 @@ class SlotRunner:
         reach = int(own.max()) + 1
         if tokens:
             reach = rounded(reach, LANES)
-        place = Placement(slice(first, last), reach, self._tensor(target), source, tokens=tokens)
-        place = replace(place, every=every)
+        place = Placement(
+            slice(first, last), reach, self._tensor(target), source, tokens=tokens, every=every
+        )
         if self._row_pass.shares:
             levels = None if prompts else self._levels.get(first)
             if levels is None:
