@@ -36,6 +36,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 from tuner.engines import SamplingParams
 from tuner.engines.transformers import slots
 from tuner.engines.transformers.engine import TransformersEngine
+from tuner.engines.transformers.passes import cache_argument
 
 ROOT = Path(__file__).parents[1]
 TOKENS = 96
@@ -78,13 +79,12 @@ def make_peer(model: PreTrainedModel, **options: Any) -> Run:
         torch.manual_seed(seed)
         (prompt,) = prompts
         ids, cache = torch.tensor([prompt]), DynamicCache(config=model.config)
-        model(input_ids=ids[:, :-1], past_key_values=cache)
+        kept = {cache_argument(model): cache}
+        model(input_ids=ids[:, :-1], **kept)
         settings = copy.deepcopy(model.generation_config)
         settings.update(max_new_tokens=TOKENS, do_sample=True, top_k=0, pad_token_id=0, **options)
         started = time.process_time()
-        found = generate(
-            ids, past_key_values=cache, attention_mask=ids * 0 + 1, generation_config=settings
-        )
+        found = generate(ids, attention_mask=ids * 0 + 1, generation_config=settings, **kept)
         return found.shape[1] - ids.shape[1], time.process_time() - started
 
     return run

@@ -232,6 +232,7 @@ async def test_pairs_of_tokens_have_exactly_the_models_distribution(
     monkeypatch.setattr(slots, "FEW_REQUESTS", 256)
     monkeypatch.setattr(speculation, "_START", 2.0)
     monkeypatch.setattr(speculation, "_REGAIN", 2.0)
+    monkeypatch.setattr(speculation, "_LONGEST", 4)
     monkeypatch.setattr(speculation, "_FEW", 1)
     model = markov(vocabulary)
     engine = make_engine(model, max_model_len=512, max_slots=256)
@@ -288,22 +289,21 @@ def test_a_draft_is_at_most_twice_its_context_and_goes_on_with_what_repeats(monk
     monkeypatch.setattr(speculation, "_START", 2.0)
     drafts, asked = speculation.Drafts(), _Asked()
     tokens = np.array([9, 1, 2, 3, 4, 5, 6, 7, 8, 10, 1, 2, 3])
-    assert drafts.of(asked, tokens, 30).tolist() == [4, 5, 6, 7, 8, 10]
-    assert drafts.of(asked, tokens, 3).tolist() == [4, 5, 6]
-    assert drafts.of(asked, np.array([1, 2, 1, 2, 1]), 30).tolist() == [2, 1, 2, 1, 2, 1]
+    assert drafts.of(asked, tokens).tolist() == [4, 5, 6, 7, 8, 10]
+    assert drafts.of(asked, np.array([1, 2, 1, 2, 1])).tolist() == [2, 1, 2, 1, 2, 1]
     asked.limit = 2
-    assert drafts.of(asked, tokens, 30).tolist() == [4]
+    assert drafts.of(asked, tokens).tolist() == [4]
 
 
 def test_two_tokens_of_context_are_enough_after_drafts_that_were_right():
     drafts, asked, tokens = speculation.Drafts(), _Asked(), np.array([1, 2, 3, 4, 1, 2])
-    assert not len(drafts.of(asked, tokens, 30))
+    assert not len(drafts.of(asked, tokens))
     drafts.judge(asked, 4, 4)
-    assert drafts.of(asked, tokens, 30).tolist() == [3, 4, 1, 2]
+    assert drafts.of(asked, tokens).tolist() == [3, 4, 1, 2]
     for _ in range(4):
         drafts.judge(asked, 4, 0)
-        drafts.of(asked, tokens, 30)
-    assert not len(drafts.of(asked, tokens, 30))
+        drafts.of(asked, tokens)
+    assert not len(drafts.of(asked, tokens))
 
 
 async def test_drafts_that_are_always_wrong_soon_end(monkeypatch):

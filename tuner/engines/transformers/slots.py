@@ -642,15 +642,17 @@ class SlotRunner:
         rows, count = self._rows, len(self.active)
         if self.no_drafts or count > FEW_REQUESTS:
             return []
+        drafts = [
+            self._drafts.of(request, rows.tokens[row, : rows.length[row]])
+            for row, request in enumerate(self.active)
+        ]
+        if not any(map(len, drafts)):
+            return []
         own = (rows.length - rows.base)[:count]
         room = np.minimum(self._cache.capacity - own, rows.tokens.shape[1] - rows.length[:count])
         if room.min() < 1:  # the step grows the rows
             return []
-        drafts = [
-            self._drafts.of(request, rows.tokens[row, : rows.length[row]], int(room[row]) - 1)
-            for row, request in enumerate(self.active)
-        ]
-        return drafts if any(map(len, drafts)) else []
+        return [draft[: most - 1] for draft, most in zip(drafts, room.tolist(), strict=True)]
 
     def _verify(self, drafts: Sequence[Ints], version: int) -> list[Request]:
         """Compute the newest token of each active row and the draft behind it; sample as long as

@@ -49,15 +49,17 @@ def looked_up(tokens: Ints, fewest: int) -> tuple[Ints, int]:
         All tokens behind the newest of the places with the longest common context, and the length
         of this context; 0 if it is too short.
     """
-    found, context = tokens[:0], 0
-    ends = np.flatnonzero(tokens[:-1] == tokens[-1])
-    while len(ends):
-        found, context = tokens[ends[-1] + 1 :], context + 1
-        if context == _MOST:
+    ends = np.flatnonzero((tokens[1:-1] == tokens[-1]) & (tokens[:-2] == tokens[-2:-1])) + 1
+    context = 2
+    while len(ends) and context < _MOST:
+        longer = ends[ends >= context]
+        longer = longer[tokens[longer - context] == tokens[-1 - context]]
+        if not len(longer):
             break
-        ends = ends[ends >= context]
-        ends = ends[tokens[ends - context] == tokens[-1 - context]]
-    return found, context if context >= fewest else 0
+        ends, context = longer, context + 1
+    if not len(ends) or context < fewest:
+        return tokens[:0], 0
+    return tokens[ends[-1] + 1 :], context
 
 
 class Drafts:
@@ -66,13 +68,13 @@ class Drafts:
     def __init__(self) -> None:
         self._credit: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
 
-    def of(self, request: Request, tokens: Ints, room: int) -> Ints:
-        """A draft of at most `room` tokens behind those of the request, at most twice as long as
-        what is repeated. A repetition that reaches the end is continued."""
+    def of(self, request: Request, tokens: Ints) -> Ints:
+        """A draft of the tokens behind those of the request, at most twice as long as what is
+        repeated. A repetition that reaches the end is continued."""
         credit = self._credit.get(request, _START)
         credit = self._credit[request] = max(credit, min(credit + _REGAIN, _START))
         left = request.limit - len(request.completion_ids) - 1
-        longest = min(int((credit - _COST) / _COST_OF_TOKEN), room, left, _LONGEST)
+        longest = min(int((credit - _COST) / _COST_OF_TOKEN), left, _LONGEST)
         if longest < 1:
             return tokens[:0]
         found, context = looked_up(tokens, _FEWER if credit > _START else _FEW)
