@@ -179,9 +179,7 @@ def main() -> None:
             case = f"{name}, {size} request{'s' if size > 1 else ''}"
             for peer in list(runs)[1:]:
                 wanted = goal if peer == "without drafts" else None
-                rows.append(
-                    Row(case, "tokens/CPU s", speeds["ours"], peer, speeds[peer], wanted)
-                )
+                rows.append(Row(case, "tokens/CPU s", speeds["ours"], peer, speeds[peer], wanted))
     report("speculation", rows, ["torch", "transformers"])
 
 

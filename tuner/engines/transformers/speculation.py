@@ -4,8 +4,8 @@ Tool agents repeat what they have read: names, arguments, the form of a call. Wh
 have occurred before, those that followed are the draft, and one forward pass computes it together
 with the newest token:
 
-    tokens      ... "number": 41} ... "number": 4          last tokens: "number": 4
-    draft                                           1 }    computed in the same pass
+    tokens      ... <tool_call> {"name": "try_number" ... <tool_call> {"name":
+    draft                                                                      "try_number" ...
 
 Tokens are then sampled one by one from the pass's logits, as without a draft, for as long as they
 equal it (`SlotRunner`). So every token is a sample of the model's own distribution.
