@@ -34,7 +34,7 @@ from engine import make_tokenizer as make_numbers
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 from tuner.engines import SamplingParams
-from tuner.engines.transformers import slots
+from tuner.engines.transformers import speculation
 from tuner.engines.transformers.engine import TransformersEngine
 from tuner.engines.transformers.passes import cache_argument
 
@@ -64,7 +64,7 @@ def make_run(model: PreTrainedModel, tokenizer: Any, requests: int) -> Run:
         return sum(len(one.completion_ids) for one in found), time.process_time() - started
 
     def run(prompts: Sequence[list[int]], seed: int) -> tuple[int, float]:
-        slots.FEW_REQUESTS = requests
+        speculation.FEW_REQUESTS = requests
         return asyncio.run(together(prompts, seed))
 
     return run
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    few = slots.FEW_REQUESTS
+    few = speculation.FEW_REQUESTS
     template = AutoTokenizer.from_pretrained(agent.START).chat_template
     with tempfile.TemporaryDirectory() as folder:
         agent.teach(Path(folder), template)

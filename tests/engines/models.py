@@ -32,7 +32,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from tuner.engines import Generation, SamplingParams
 from tuner.engines.sampling import sampled_logprobs
-from tuner.engines.transformers import slots, speculation
+from tuner.engines.transformers import speculation
 from tuner.engines.transformers.engine import TransformersEngine
 
 VOCABULARY = 300
@@ -264,9 +264,10 @@ def always_drafting(
         return np.array(rest, dtype=np.int64), len(rest)
 
     patch.setattr(speculation, "looked_up", found)
+    patch.setattr(speculation._History, "repeats", lambda self, tokens: True)
     patch.setattr(speculation, "_START", 2.0)
     patch.setattr(speculation, "_REGAIN", 2.0)
-    patch.setattr(slots, "FEW_REQUESTS", 999)
+    patch.setattr(speculation, "FEW_REQUESTS", 999)
 
 
 async def until(condition: Callable[[], bool]) -> None:

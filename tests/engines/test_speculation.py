@@ -23,7 +23,7 @@ from tests.engines.models import (
 from tuner.engines import SamplingParams
 from tuner.engines.grammar import unpacked
 from tuner.engines.sampling import sampled_logprobs
-from tuner.engines.transformers import slots, speculation
+from tuner.engines.transformers import speculation
 
 PLAIN = SamplingParams(max_tokens=30)
 EVERY = [
@@ -46,7 +46,7 @@ def crowd():
 async def undrafted(model, requests, **options):
     """What is generated without drafts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slots, "FEW_REQUESTS", 0)
+        patch.setattr(speculation, "FEW_REQUESTS", 0)
         engine = make_engine(model, **options)
         found = await generate_all(engine, requests)
     assert not engine.stats.drafted_tokens
@@ -229,11 +229,12 @@ async def test_pairs_of_tokens_have_exactly_the_models_distribution(
     vocabulary, sampling, monkeypatch
 ):
     """A chi-square test of 100,000 tokens, the pairs of them behind each token."""
-    monkeypatch.setattr(slots, "FEW_REQUESTS", 256)
+    monkeypatch.setattr(speculation, "FEW_REQUESTS", 256)
     monkeypatch.setattr(speculation, "_START", 2.0)
     monkeypatch.setattr(speculation, "_REGAIN", 2.0)
     monkeypatch.setattr(speculation, "_LONGEST", 4)
-    monkeypatch.setattr(speculation, "_FEW", 1)
+    monkeypatch.setattr(speculation._History, "repeats", lambda self, tokens: True)
+    monkeypatch.setattr(speculation, "_FEW", 2)
     model = markov(vocabulary)
     engine = make_engine(model, max_model_len=512, max_slots=256)
     logits = model(input_ids=torch.arange(vocabulary)[:, None]).logits[:, 0]
@@ -282,17 +283,17 @@ def test_a_draft_is_what_followed_the_longest_context(tokens, follows, context):
 
 
 class _Asked:
-    limit, completion_ids = 100, ()
+    def __init__(self, limit=100):
+        self.limit, self.completion_ids = limit, ()
 
 
 def test_a_draft_is_at_most_twice_its_context_and_goes_on_with_what_repeats(monkeypatch):
     monkeypatch.setattr(speculation, "_START", 2.0)
-    drafts, asked = speculation.Drafts(), _Asked()
+    drafts = speculation.Drafts()
     tokens = np.array([9, 1, 2, 3, 4, 5, 6, 7, 8, 10, 1, 2, 3])
-    assert drafts.of(asked, tokens).tolist() == [4, 5, 6, 7, 8, 10]
-    assert drafts.of(asked, np.array([1, 2, 1, 2, 1])).tolist() == [2, 1, 2, 1, 2, 1]
-    asked.limit = 2
-    assert drafts.of(asked, tokens).tolist() == [4]
+    assert drafts.of(_Asked(), tokens).tolist() == [4, 5, 6, 7, 8, 10]
+    assert drafts.of(_Asked(), np.array([1, 2, 1, 2, 1])).tolist() == [2, 1, 2, 1, 2, 1]
+    assert drafts.of(_Asked(limit=2), tokens).tolist() == [4]
 
 
 def test_two_tokens_of_context_are_enough_after_drafts_that_were_right():
@@ -304,6 +305,14 @@ def test_two_tokens_of_context_are_enough_after_drafts_that_were_right():
         drafts.judge(asked, 4, 0)
         drafts.of(asked, tokens)
     assert not len(drafts.of(asked, tokens))
+
+
+def test_what_has_occurred_is_found_token_by_token_as_in_a_search_of_all():
+    tokens = np.random.default_rng(0).integers(0, 6, 300)
+    history, steps = speculation._History(set(), 0, 0.0), [2, 9, 10, 14, *range(15, 301)]
+    found = [history.repeats(tokens[:end]) for end in steps]
+    assert found == [speculation.looked_up(tokens[:end], 3)[1] > 0 for end in steps]
+    assert 20 < sum(found) < 250
 
 
 async def test_drafts_that_are_always_wrong_soon_end(monkeypatch):

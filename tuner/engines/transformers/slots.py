@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from tuner.engines.base import EngineStats
 from tuner.engines.request import Request, sample_next
 from tuner.engines.sampling import SamplingBatch
+from tuner.engines.transformers import speculation
 from tuner.engines.transformers.cascade import (
     BLOCK,
     LANES,
@@ -39,7 +40,6 @@ from tuner.engines.transformers.cascade import (
 )
 from tuner.engines.transformers.kv_cache import Level, Placement, Prefix, SlotCache
 from tuner.engines.transformers.passes import PassGraphs, RowPass, WeightsGuard
-from tuner.engines.transformers.speculation import FEW_REQUESTS, Drafts
 from tuner.engines.transformers.threads import FewThreads
 
 # Content of the rows of a cache: their tokens, how many are computed, what is shared.
@@ -371,7 +371,7 @@ class SlotRunner:
         self._cache = self._rows.cache
         self._levels: dict[int, tuple[Level, ...]] = {}  # of each pass that decodes
         self._batch: SamplingBatch | None = None
-        self._drafts = Drafts()
+        self._drafts = speculation.Drafts()
         self._waited = 0
         self._pass_steps = _PASS_STEPS  # duration of the last pass over prompts, in decode steps
         self._threads = FewThreads(model)
@@ -640,7 +640,7 @@ class SlotRunner:
     def _drafted(self) -> list[Ints]:
         """A draft for each of the active rows; none if all are empty."""
         rows, count = self._rows, len(self.active)
-        if self.no_drafts or count > FEW_REQUESTS:
+        if self.no_drafts or count > speculation.FEW_REQUESTS:
             return []
         drafts = [
             self._drafts.of(request, rows.tokens[row, : rows.length[row]])

@@ -13,6 +13,7 @@ equal it (`SlotRunner`). So every token is a sample of the model's own distribut
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -62,20 +63,50 @@ def looked_up(tokens: Ints, fewest: int) -> tuple[Ints, int]:
     return tokens[ends[-1] + 1 :], context
 
 
+@dataclass(slots=True)
+class _History:
+    """What has occurred in a request.
+
+    Attributes:
+        seen: Every `_FEW` tokens in a row.
+        count: Number of tokens looked at.
+        credit: Passes that may be lost.
+    """
+
+    seen: set[tuple[int, ...]]
+    count: int
+    credit: float
+
+    def repeats(self, tokens: Ints) -> bool:
+        """Whether the last `_FEW` tokens have occurred before. Looks at new tokens only: most steps
+        find nothing, and a search through all takes several percent of a small model's step."""
+        new = tokens[max(0, self.count - _FEW + 1) :].tolist()
+        self.count = len(tokens)
+        if len(new) < _FEW:
+            return False
+        self.seen.update(zip(*(new[at:-1] for at in range(_FEW)), strict=False))
+        last = tuple(new[-_FEW:])
+        known = last in self.seen
+        self.seen.add(last)
+        return known
+
+
 class Drafts:
     """Drafts of requests, as long as passes that they save make up for their cost."""
 
     def __init__(self) -> None:
-        self._credit: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
+        self._histories: WeakKeyDictionary[Request, _History] = WeakKeyDictionary()
 
     def of(self, request: Request, tokens: Ints) -> Ints:
         """A draft of the tokens behind those of the request, at most twice as long as what is
         repeated. A repetition that reaches the end is continued."""
-        credit = self._credit.get(request, _START)
-        credit = self._credit[request] = max(credit, min(credit + _REGAIN, _START))
+        history = self._histories.get(request)
+        if history is None:
+            history = self._histories[request] = _History(set(), 0, _START)
+        credit = history.credit = max(history.credit, min(history.credit + _REGAIN, _START))
         left = request.limit - len(request.completion_ids) - 1
         longest = min(int((credit - _COST) / _COST_OF_TOKEN), left, _LONGEST)
-        if longest < 1:
+        if longest < 1 or not (history.repeats(tokens) or credit > _START):
             return tokens[:0]
         found, context = looked_up(tokens, _FEWER if credit > _START else _FEW)
         return np.resize(found, min(longest, 2 * context))
@@ -83,5 +114,6 @@ class Drafts:
     def judge(self, request: Request, drafted: int, right: int) -> None:
         """Take in how many tokens of a draft were right."""
         if drafted:
-            credit = self._credit[request] + right - _COST - drafted * _COST_OF_TOKEN
-            self._credit[request] = min(credit, _SAVED)
+            history = self._histories[request]
+            credit = history.credit + right - _COST - drafted * _COST_OF_TOKEN
+            history.credit = min(credit, _SAVED)
