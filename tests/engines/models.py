@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
@@ -30,6 +32,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from tuner.engines import Generation, SamplingParams
 from tuner.engines.sampling import sampled_logprobs
+from tuner.engines.transformers import speculation
 from tuner.engines.transformers.engine import TransformersEngine
 
 VOCABULARY = 300
@@ -239,6 +242,32 @@ def change_weights(model: PreTrainedModel, scale: float = 0.3) -> None:
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator).to(parameter)
         parameter.add_(noise * parameter.std(correction=0).clamp(min=0.1) * scale)
+
+
+def always_drafting(
+    patch: pytest.MonkeyPatch,
+    answers: Sequence[Sequence[int]] = (),
+    wrong: Callable[[int], bool] = lambda place: False,
+) -> None:
+    """Every request has a draft in every pass: what follows in `answers`, prompt and completion
+    each, with another token at `wrong` places; behind other tokens its own first ones."""
+
+    def found(tokens: speculation.Ints, _: int) -> tuple[speculation.Ints, int]:
+        so_far = tokens.tolist()
+        known = [ids for ids in answers if list(ids[: len(so_far)]) == so_far]
+        if not known:
+            return tokens, 1 + len(tokens) % 5
+        rest = [
+            token ^ 1 if wrong(place) else token
+            for place, token in enumerate(known[0][len(so_far) :], len(so_far))
+        ]
+        return np.array(rest, dtype=np.int64), len(rest)
+
+    patch.setattr(speculation, "looked_up", found)
+    patch.setattr(speculation._History, "repeats", lambda self, tokens: True)
+    patch.setattr(speculation, "_START", 2.0)
+    patch.setattr(speculation, "_REGAIN", 2.0)
+    patch.setattr(speculation, "FEW_REQUESTS", 999)
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -7,7 +7,15 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 
-from tests.engines.models import crowd, error, generate_all, make_engine, make_model, prompt
+from tests.engines.models import (
+    always_drafting,
+    crowd,
+    error,
+    generate_all,
+    make_engine,
+    make_model,
+    prompt,
+)
 from tests.training.lora import change_adapter, wrapped
 from tuner.config.schema import LoraSection
 from tuner.engines import EngineError, SamplingParams
@@ -115,12 +123,20 @@ def each_alone(adapters, kind, folder):
 
 
 @pytest.mark.parametrize(
-    ("kind", "deterministic"),
-    [("qwen3", True), *((kind, False) for kind in ("qwen3", "llama", "mistral", "gemma3"))],
+    ("kind", "deterministic", "drafting"),
+    [
+        ("qwen3", True, False),
+        *((kind, False, False) for kind in ("qwen3", "llama", "mistral", "gemma3")),
+        *((kind, False, True) for kind in ("qwen3", "gemma3")),
+    ],
 )
-async def test_each_request_of_a_batch_has_its_own_adapter(kind, deterministic, tmp_path):
+async def test_each_request_of_a_batch_has_its_own_adapter(
+    kind, deterministic, drafting, tmp_path, monkeypatch
+):
     """Log-probs are those of a model with that adapter alone, or with none, before and after an
     update; prefixes are shared within a role, and by no other."""
+    if drafting:
+        always_drafting(monkeypatch)
     adapters = with_roles(kind)
     engine = make_engine(
         adapters.model,
@@ -145,6 +161,7 @@ async def test_each_request_of_a_batch_has_its_own_adapter(kind, deterministic, 
             await engine.update_weights(version + 1)
     assert engine.stats.unannounced_updates == 0
     assert (engine.stats.prompt_tokens_reused > 0) is not deterministic
+    assert (engine.stats.drafted_tokens > 100) is drafting
 
 
 async def test_no_prefix_is_shared_with_another_adapter():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.engines.models import (
     SETTINGS,
     VOCABULARY,
+    always_drafting,
     change_weights,
     crowd,
     error,
@@ -319,9 +320,10 @@ _MODELS = [make_model(kind) for kind in ("gemma3", "mistral", "qwen3")]
     st.sampled_from(
         [(2, 4, 0, 1), (2, 16, 64, 256), (5, 8, 0, 1 << 17), (5, 128, 8192, 1), (96, 128, 8192, 1)]
     ),
+    st.booleans(),
 )
 def test_any_order_of_arrivals_and_cancellations_gives_right_log_probs(
-    model, plan, slots, budget, room
+    model, plan, slots, budget, room, drafting
 ):
     async def one(engine, conversation, length, base, max_tokens, wait, cancel, seed):
         ids = prompt(10)[: min(length, 10)] + prompt(60, conversation)[10:length]
@@ -355,6 +357,8 @@ def test_any_order_of_arrivals_and_cancellations_gives_right_log_probs(
             ("_WORTH_SHARING", "FIRST_CAPACITY", "_LITTLE", "_OPERATION"), room, strict=True
         ):
             patch.setattr(rows, name, value)
+        if drafting:
+            always_drafting(patch)
         asyncio.run(main())
 
 

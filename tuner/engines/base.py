@@ -195,6 +195,8 @@ class EngineStats:
             recomputed after the weights changed during a request.
         prompt_tokens_reused: Tokens whose keys and values were taken from another request.
         sampled_tokens: Tokens sampled.
+        drafted_tokens: Tokens computed as a draft, before they were sampled.
+        accepted_tokens: Those of them that were then sampled.
         requests: Requests finished.
         steps: Forward passes; 0 for engines that do not count them.
         step_seconds: Seconds in those passes, sampling and bookkeeping included.
@@ -209,6 +211,8 @@ class EngineStats:
     prompt_tokens_computed: int = 0
     prompt_tokens_reused: int = 0
     sampled_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     requests: int = 0
     steps: int = 0
     step_seconds: float = 0.0

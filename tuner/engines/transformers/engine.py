@@ -215,6 +215,14 @@ class TransformersEngine(RequestEngine):
         return isinstance(self._runner, SlotRunner)
 
     @property
+    def no_drafts(self) -> str:
+        """Why no tokens are drafted (`tuner.engines.transformers.speculation`); empty if they are.
+
+        `stats` counts drafted and accepted tokens.
+        """
+        return self._runner.no_drafts
+
+    @property
     def stats(self) -> EngineStats:
         return replace(
             self._stats,

@@ -96,6 +96,7 @@ class Placement:
         tokens: Number of tokens that products are computed for in a deterministic engine, which the
             written ones are padded to; 0 in others.
         shift: See `Vision.shifts`, shape [m, C]; None if no image shifts a token.
+        every: Whether logits after every written token are computed, not only of the last column.
     """
 
     rows: slice | Tensor
@@ -106,6 +107,7 @@ class Placement:
     levels: Sequence[Level] = ()
     tokens: int = 0
     shift: Tensor | None = None
+    every: bool = False
 
 
 class SlotLayer(CacheLayerMixin):

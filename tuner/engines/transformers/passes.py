@@ -132,8 +132,9 @@ class PlainDecoder:
         positions: Tensor,
         placement: Placement,
     ) -> Tensor:
-        """Logits of the last column: ids and positions [m, C] -> [m, V]; with a fixed number of
-        tokens, none of prompts (C > 1), whose last token is not among them."""
+        """Logits of the last column, or after every written token: ids and positions [m, C] ->
+        [m, V] or [N, V]; with a fixed number of tokens, none of prompts (C > 1), whose last token
+        is not among them."""
         rows, columns = ids.shape
         source = placement.source
         ids, positions = ids.flatten(), positions.flatten()
@@ -177,7 +178,9 @@ class PlainDecoder:
             x = x + layer.mlp(layer.behind(x)[None])[0]
         if placement.tokens:
             return self._head(self._norm(x))[:count] if columns == 1 else x.new_empty(0)
-        if source is not None:
+        if placement.every:
+            last = x
+        elif source is not None:
             last = x[(source + 1) % columns == 0]
         else:
             last = x.view(rows, columns, -1)[:, -1]
@@ -669,6 +672,7 @@ class SoloRunner:
     ) -> None:
         self.waiting: deque[Request] = deque()
         self.active: list[Request] = []
+        self.no_drafts = "a cache that is not of rows cannot be cut back to the right tokens"
         self._model = model
         self._guard = guard
         self._stats = stats
@@ -759,6 +763,11 @@ class RowPass:
         self.shares = shares
         self.layers: int = model.config.get_text_config(decoder=True).num_hidden_layers
 
+    @property
+    def reads_images(self) -> bool:
+        """Whether prompts may have images."""
+        return self._vision is not None
+
     def shift(self, tokens: Ints, positions: Ints) -> Ints | None:
         """By how much images shift the tokens at these positions [m, C] of rows [m, S]; None if
         they shift none."""
@@ -788,7 +797,8 @@ class RowPass:
         placement: Placement,
         adapters: Sequence[str | None] = (),
     ) -> Tensor:
-        """Logits of the last column: ids and positions [m, C] -> [m, V].
+        """Logits of the last column, or after every written token: ids and positions [m, C] ->
+        [m, V] or [N, V].
 
         Args:
             adapters: Of each row, if rows have different ones.
@@ -828,6 +838,9 @@ class RowPass:
         if self._vision is not None:
             states = decoder_of(self._model)(**given).last_hidden_state
             return head_logits(self._model, states[:, -1])
+        if placement.every:
+            every: Tensor = self._model(**given).logits.flatten(0, 1)
+            return every if placement.source is None else every[placement.source]
         output = self._model(**given, **self._options)
         logits: Tensor = output.logits[:, -1]
         return logits

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from tuner.engines.base import EngineStats
 from tuner.engines.request import Request, sample_next
 from tuner.engines.sampling import SamplingBatch
+from tuner.engines.transformers import speculation
 from tuner.engines.transformers.cascade import (
     BLOCK,
     LANES,
@@ -370,6 +371,7 @@ class SlotRunner:
         self._cache = self._rows.cache
         self._levels: dict[int, tuple[Level, ...]] = {}  # of each pass that decodes
         self._batch: SamplingBatch | None = None
+        self._drafts = speculation.Drafts()
         self._waited = 0
         self._pass_steps = _PASS_STEPS  # duration of the last pass over prompts, in decode steps
         self._threads = FewThreads(model)
@@ -377,6 +379,15 @@ class SlotRunner:
         if self._device.type == "cuda" and not enforce_eager:
             self._graphs = PassGraphs(self._pass, self._cache, self._device)
             self._graphs.forget(self._guard.places())
+
+    @property
+    def no_drafts(self) -> str:
+        """Why no tokens are drafted (`speculation`); empty if they are."""
+        if self._sizes:
+            return "a deterministic engine computes passes of fixed sizes"
+        if self._graphs is not None or self._device.type != "cpu":
+            return "drafts are computed on a CPU only"
+        return "ids of images' tokens cannot be drafted" if self._row_pass.reads_images else ""
 
     def tokens_ahead(self) -> int:
         """Maximum of prompt tokens that the next step computes; 0 if it continues completions."""
@@ -415,10 +426,15 @@ class SlotRunner:
             self._admit()
         if not self.active:
             return []
+        prompts = self._decoding < len(self.active)
+        if self._row_pass.shares and not prompts and not self._levels:
+            self._rows.even_out(len(self.active))
         if self._sizes:  # each pass has its own number of threads
             return self._advance(version)
-        with self._threads.computing(self.tokens_ahead() or len(self.active)):
-            return self._advance(version)
+        drafts = [] if prompts else self._drafted()
+        tokens = len(self.active) + sum(map(len, drafts))
+        with self._threads.computing(self.tokens_ahead() or tokens):
+            return self._verify(drafts, version) if drafts else self._advance(version)
 
     # Admission
 
@@ -584,8 +600,6 @@ class SlotRunner:
         rows = self._rows
         prompts, last = self._decoding < len(self.active), len(self.active)
         first = self._decoding if prompts else 0
-        if self._row_pass.shares and not prompts and not self._levels:
-            rows.even_out(last)
         computed = rows.computed[first:last]
         counts = rows.length[first:last] - computed
         if prompts and self._sizes:
@@ -614,11 +628,83 @@ class SlotRunner:
             self._stats.prompt_tokens_computed += last - first  # the last ones, in the next pass
             self._changed()
             return []
-        batch = None if prompts else self._batch
-        if batch is None:
-            batch = SamplingBatch.of([r.sampling for r in self.active[first:]], logits.device)
-        self._batch = None if prompts else batch
+        batch = self._settings(self.active[first:])
         return self._sample(first, last, batch, logits, version)
+
+    def _settings(self, requests: Sequence[Request]) -> SamplingBatch:
+        """The settings of active requests; kept from step to step for all of them."""
+        if len(requests) < len(self.active):
+            return SamplingBatch.of([r.sampling for r in requests], self._device)
+        if self._batch is None:
+            self._batch = SamplingBatch.of([r.sampling for r in requests], self._device)
+        return self._batch
+
+    def _drafted(self) -> list[Ints]:
+        """A draft for each of the active rows; none if all are empty."""
+        rows, count = self._rows, len(self.active)
+        if self.no_drafts or count > speculation.FEW_REQUESTS:
+            return []
+        drafts = [
+            self._drafts.of(request, rows.tokens[row, : rows.length[row]])
+            for row, request in enumerate(self.active)
+        ]
+        if not any(map(len, drafts)):
+            return []
+        own = (rows.length - rows.base)[:count]
+        room = np.minimum(self._cache.capacity - own, rows.tokens.shape[1] - rows.length[:count])
+        if room.min() < 1:  # the step grows the rows
+            return []
+        return [draft[: most - 1] for draft, most in zip(drafts, room.tolist(), strict=True)]
+
+    def _verify(self, drafts: Sequence[Ints], version: int) -> list[Request]:
+        """Compute the newest token of each active row and the draft behind it; sample as long as
+        the sampled tokens are those of the draft.
+
+        What is computed of wrong tokens stays behind the computed tokens of a row, where nothing
+        attends to it and the next ones are written.
+        """
+        rows, requests = self._rows, list(self.active)
+        before = rows.length[: len(requests)].copy()
+        for row, draft in enumerate(drafts):
+            rows.tokens[row, rows.length[row] :][: len(draft)] = draft
+        counts = np.array([1 + len(draft) for draft in drafts])
+        logits = self._compute(0, len(requests), counts, 0, every=True)
+        if self._guard.changed():
+            return []
+        first = counts.cumsum() - counts
+        finished: set[int] = set()
+        left = np.arange(len(requests))
+        for column in range(int(counts.max())):
+            chosen = [requests[row] for row in left]
+            batch = self._settings(chosen)
+            of_rows = logits[self._tensor(first[left] + column)]
+            ids, places = sample_next(chosen, batch, of_rows, version)
+            rows.tokens[left, rows.length[left]] = ids
+            rows.length[left] += 1
+            rows.computed[left] += 1
+            self._stats.sampled_tokens += len(ids)
+            finished.update(int(left[place]) for place in places)
+            left = np.array(
+                [
+                    row
+                    for row, token in zip(left.tolist(), ids, strict=True)
+                    if column < len(drafts[row])
+                    and token == drafts[row][column]
+                    and row not in finished
+                    and not requests[row].cancelled
+                ],
+                dtype=np.int64,
+            )
+            if not len(left):
+                break
+        rights = rows.length[: len(requests)] - before - 1
+        for request, draft, right in zip(requests, drafts, rights.tolist(), strict=True):
+            self._drafts.judge(request, len(draft), right)
+        self._stats.drafted_tokens += sum(map(len, drafts))
+        self._stats.accepted_tokens += int(rights.sum())
+        for row in sorted(finished, reverse=True):
+            self._retire(row)
+        return [requests[row] for row in sorted(finished)]
 
     def _passes(self, first: int, last: int, counts: Ints) -> Iterator[tuple[int, int, int]]:
         """The passes over rows [first, last) with `counts` new tokens each: their rows, and the
@@ -638,9 +724,11 @@ class SlotRunner:
         """The smallest size that holds so many tokens; 0 if passes have any size."""
         return next((size for size in self._sizes if size >= tokens), 0)
 
-    def _compute(self, first: int, last: int, counts: Ints, tokens: int) -> Tensor:
+    def _compute(
+        self, first: int, last: int, counts: Ints, tokens: int, *, every: bool = False
+    ) -> Tensor:
         """One pass over `counts` new tokens of rows [first, last) -> logits after the last of each,
-        [m, V]."""
+        [m, V], or after every one, [N, V]."""
         rows, prompts = self._rows, self._decoding < last
         computed = rows.computed[first:last]
         width = int(counts.max())
@@ -666,7 +754,9 @@ class SlotRunner:
         reach = int(own.max()) + 1
         if tokens:
             reach = rounded(reach, LANES)
-        place = Placement(slice(first, last), reach, self._tensor(target), source, tokens=tokens)
+        place = Placement(
+            slice(first, last), reach, self._tensor(target), source, tokens=tokens, every=every
+        )
         if self._row_pass.shares:
             levels = None if prompts else self._levels.get(first)
             if levels is None:
