@@ -37,6 +37,10 @@ to 1 with 16."""
 _START, _REGAIN, _SAVED = 0.75, 0.02, 2.0
 """Passes that a request may lose by drafts, more for each of its passes up to this, and at most
 after drafts that have saved passes."""
+_TRIAL = 0.1
+"""Part of `_START` and `_REGAIN` that requests get while drafts of other requests saved nothing."""
+_MEMORY = 0.1
+"""Weight of a draft in the average of what drafts saved."""
 
 
 def looked_up(tokens: Ints, fewest: int) -> tuple[Ints, int]:
@@ -96,14 +100,17 @@ class Drafts:
 
     def __init__(self) -> None:
         self._histories: WeakKeyDictionary[Request, _History] = WeakKeyDictionary()
+        self._saved = 0.0  # passes by a draft, on average
 
     def of(self, request: Request, tokens: Ints) -> Ints:
         """A draft of the tokens behind those of the request, at most twice as long as what is
         repeated. A repetition that reaches the end is continued."""
+        part = 1.0 if self._saved >= 0 else _TRIAL
         history = self._histories.get(request)
         if history is None:
-            history = self._histories[request] = _History(set(), 0, _START)
-        credit = history.credit = max(history.credit, min(history.credit + _REGAIN, _START))
+            history = self._histories[request] = _History(set(), 0, part * _START)
+        regained = min(history.credit + part * _REGAIN, _START)
+        credit = history.credit = max(history.credit, regained)
         left = request.limit - len(request.completion_ids) - 1
         longest = min(int((credit - _COST) / _COST_OF_TOKEN), left, _LONGEST)
         if longest < 1 or not (history.repeats(tokens) or credit > _START):
@@ -115,5 +122,6 @@ class Drafts:
         """Take in how many tokens of a draft were right."""
         if drafted:
             history = self._histories[request]
-            credit = history.credit + right - _COST - drafted * _COST_OF_TOKEN
-            history.credit = min(credit, _SAVED)
+            saved = right - _COST - drafted * _COST_OF_TOKEN
+            self._saved += _MEMORY * (saved - self._saved)
+            history.credit = min(history.credit + saved, _SAVED)
