@@ -108,8 +108,10 @@ $(VENV12)/.installed: pyproject.toml
 		openai==3.52.0 torch==2.13.0
 	touch $@
 
+# Images need transformers 5.23, and pages are generated with the newest of everything.
+OLD := not vision and not test_images and not generated_pages
 test-oldest: $(VENV12)/.installed
-	OMP_NUM_THREADS=1 $(BIN12)/pytest $(PARALLEL) $(QUICK) --deselect tests/models/test_matrix.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN12)/pytest $(PARALLEL) $(QUICK) --deselect tests/models/test_matrix.py -k "$(OLD)" $(ARGS)
 
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy

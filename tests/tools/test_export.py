@@ -7,6 +7,7 @@ import shutil
 import threading
 import warnings
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import version
 from pathlib import Path
 
 import huggingface_hub
@@ -65,7 +66,7 @@ def test_the_card_says_what_was_trained_and_shows_no_path_of_this_machine(
         "| algorithm | multi_step_grpo |",
         "| rollouts per task | 3 |",
         "vllm serve FOLDER",
-        f"torch {torch.__version__}",
+        f"torch {version('torch')}",
     ):
         assert wanted in text
     assert str(trained.parent.parent) not in text

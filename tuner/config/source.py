@@ -24,7 +24,10 @@ from tuner.errors import ConfigError
 MOST_BYTES = 2**20
 # Of values whose tag does not fit their text (`!!int abc`, 5,000 digits), PyYAML's constructors
 # raise what they stumble over.
-_NOT_YAML = (yaml.YAMLError, OmegaConfBaseException, ValueError, KeyError, AttributeError)
+_NOT_YAML = (
+    *(yaml.YAMLError, OmegaConfBaseException, ValueError, KeyError, AttributeError),
+    RecursionError,  # by OmegaConf 2.3, of a list that contains itself
+)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def agentscope_modules(major: str, versions: str, extra: str, *names: str) -> li
     so the result is untyped.
 
     Args:
-        major, versions: The required major version, and its supported versions: "1", ">=1.0.12,<2".
+        major, versions: The required major version, and its supported versions: "1", ">=1.0.21,<2".
         extra: The extra that installs them.
 
     Raises:
@@ -131,7 +131,7 @@ class ReadsStreams:
 
 def _model() -> Any:
     """AgentScope's `model`."""
-    (model,) = agentscope_modules("1", ">=1.0.12,<2", "agentscope1", "model")
+    (model,) = agentscope_modules("1", ">=1.0.21,<2", "agentscope1", "model")
     return model
 
 

@@ -452,6 +452,11 @@ def _read_file(path: Path) -> Sequence[Task]:
             f"dataset {str(path)!r} is a {path.suffix[1:] or 'nameless'} file; supported are "
             f".parquet, and .json, .jsonl and .csv, also compressed ({', '.join(COMPRESSED)})"
         )
+    if kind == "csv":
+        with _opened(path) as file:
+            if b"\0" in file.read(1 << 16):  # pandas before 3.1 reads it
+                file.seek(0)
+                _text_of(path, file)
     try:
         return _from_datasets(str(path), kind, data_files=str(path), split="train")
     except DatasetError:

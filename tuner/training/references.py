@@ -60,6 +60,7 @@ class AdapterReference:
         with torch.random.fork_rng(devices=[]):  # it is created with random weights first
             model.add_adapter(name, config)
         set_peft_model_state_dict(model, dict(weights), adapter_name=name)
+        model.set_adapter(model.active_adapter)  # peft 0.20 has frozen it
         return AdapterReference(model, name)
 
     @contextmanager

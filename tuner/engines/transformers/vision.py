@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tuner.engines.images import ALBUM, IMAGE_IDS, ImageError, ImageLimits
-from tuner.errors import ConfigError
+from tuner.errors import ConfigError, MissingDependencyError, pip_install
 
 Ints = NDArray[np.int64]
 
@@ -461,13 +461,21 @@ def load_processor(folder: str, config: Any, tokenizer: Any) -> tuple[Any, Mappi
 
     Raises:
         ConfigError: transformers has no processor of images for the model.
+        MissingDependencyError: It is too old.
     """
+    import transformers
+    from packaging.version import Version
     from transformers import AutoImageProcessor
     from transformers.models.auto import processing_auto
     from transformers.utils.hub import cached_file
 
     if (why := _REFUSED.get(config.model_type)) is not None:
         raise ConfigError(f"models of type {config.model_type!r} are not supported: {why}")
+    if Version(transformers.__version__) < Version("5.23"):
+        raise MissingDependencyError(
+            f"images need transformers 5.23, and {transformers.__version__} is installed: "
+            f"{pip_install('vision')}"
+        )
     known: Any = processing_auto
     name = known.PROCESSOR_MAPPING_NAMES.get(config.model_type)
     cls = known.processor_class_from_name(name) if name else None
