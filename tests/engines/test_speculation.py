@@ -307,6 +307,17 @@ def test_two_tokens_of_context_are_enough_after_drafts_that_were_right():
     assert not len(drafts.of(asked, tokens))
 
 
+def test_requests_draft_little_while_drafts_of_others_save_nothing():
+    tokens = np.array([1, 2, 3, 4, 1, 2, 3])
+    drafts, wrong, right = speculation.Drafts(), _Asked(), _Asked()
+    assert len(drafts.of(wrong, tokens))
+    drafts.judge(wrong, 4, 0)
+    assert not len(drafts.of(_Asked(), tokens))
+    drafts.of(right, tokens)
+    drafts.judge(right, 4, 4)
+    assert len(drafts.of(_Asked(), tokens))
+
+
 def test_what_has_occurred_is_found_token_by_token_as_in_a_search_of_all():
     tokens = np.random.default_rng(0).integers(0, 6, 300)
     history, steps = speculation._History(set(), 0, 0.0), [2, 9, 10, 14, *range(15, 301)]
