@@ -29,10 +29,12 @@ from tuner.training.forward.layouts import exact_forward
 from tuner.training.forward.rows import packed_logprobs, packs
 from tuner.training.trainer import ModelFlops, PolicyTrainer
 
+INSTALLED = Version(transformers.__version__)
 packs_chunks = pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.23"),
+    INSTALLED < Version("5.23"),
     reason="older ones attend across packed rows in chunks, and are trained on padded rows",
 )
+DIFFERS = "log-probs would differ by"
 
 
 def lines(caplog):
@@ -45,10 +47,15 @@ def lines(caplog):
 @pytest.mark.parametrize(
     ("kind", "not_tree", "not_packed"),
     [
-        ("qwen3_next", "keeps a state", "flash-linear-attention"),
-        ("mamba", "keeps a state", "log-probs would differ by"),
-        ("mamba2", "keeps a state", "log-probs would differ by"),
-        ("bloom", "differ by", "log-probs would differ by"),
+        # Older versions of transformers compute packed rows, across their boundaries.
+        (
+            "qwen3_next",
+            "keeps a state",
+            "flash-linear-attention" if INSTALLED >= Version("5.20") else DIFFERS,
+        ),
+        ("mamba", "keeps a state", DIFFERS),
+        ("mamba2", "keeps a state", DIFFERS),
+        ("bloom", "differ by", DIFFERS),
     ],
 )
 def test_a_model_that_carries_more_than_keys_from_row_to_row_trains_on_padded_rows(

@@ -148,7 +148,7 @@ def read_yaml(path: Path) -> YamlFile:
         tab = "; indent with spaces, not with tabs" if re.match(r" *\t", "".join(there)) else ""
         raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem}{tab}") from None
     except _NOT_YAML as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from None
+        raise ConfigError(f"{path}: not valid YAML: {_first_line(error)}") from None
     if not isinstance(tree, DictConfig) or (node is not None and node.tag.endswith(":str")):
         raise ConfigError(f"{path}: expected keys such as `project: ...` at the top level")
     plain = OmegaConf.to_container(tree, resolve=False)
@@ -230,6 +230,10 @@ def _referred(
     return there, tree
 
 
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def _lines(node: yaml.Node | None, prefix: str = "") -> dict[str, int]:
     """Line of each key, counted from 1, by dotted path."""
     lines: dict[str, int] = {}
@@ -264,7 +268,7 @@ def parse_override(text: str) -> Override:
         node = OmegaConf.from_dotlist([f"value={value}"])
         parsed = OmegaConf.to_container(node, resolve=False)
     except _NOT_YAML as error:
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        problem = getattr(error, "problem", None) or _first_line(error)
         raise ConfigError(
             f"override {text[:200]!r}: the value does not parse as YAML ({problem}); "
             "quote it if it is text"
