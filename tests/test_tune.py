@@ -290,7 +290,7 @@ def test_the_first_rollout_waits_for_no_import_that_it_does_not_need(tmp_path):
         "import os, sys; from tuner import tune\n"
         "def workflow(task, model):\n"
         "    unused = {'datasets', 'pandas', 'peft', 'scipy', 'sklearn'}\n"
-        "    print(unused & set(sys.modules), flush=True)\n"
+        "    os.write(1, f'{unused & set(sys.modules)}\\n'.encode())\n"
         "    os._exit(0)\n"
         "tune(workflow, lambda task, response: 0.0, [{'a': 1}], overrides=[\n"
         f"    'checkpoint_root_dir={tmp_path}', 'buffer.batch_size=1'])"

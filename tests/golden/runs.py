@@ -115,7 +115,10 @@ def parts(folder: Path) -> Iterator[tuple[str, str]]:
             yield name, hashed(torch.load(path, weights_only=True))
         elif path.suffix == ".jsonl":
             rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-            yield name, hashed(timeless(_placeless(rows, folder)))
+            rows = timeless(_placeless(rows, folder))
+            if path.parent.name == "traces":  # in the order in which rollouts ended
+                rows.sort(key=lambda row: json.dumps(row, sort_keys=True))
+            yield name, hashed(rows)
         elif path.name == "result.json":  # recorded when the metrics were in it, too
             lines = path.with_name("metrics.jsonl").read_text("utf-8").splitlines()
             rows = [{key: float(n) for key, n in json.loads(line).items()} for line in lines]
