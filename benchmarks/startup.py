@@ -56,7 +56,7 @@ async def workflow(task, model):
     async for chunk in stream:
         if chunk.choices and chunk.choices[0].delta.content:
             print("first token at", time.time(), file=sys.stderr, flush=True)
-    return WorkflowOutput(reward=0.0)
+    return WorkflowOutput(reward=time.time() % 1)  # `check` wants rewards that differ
 """
 AGENTSCOPE = "from agentscope.agent import ReActAgent\n"
 """The import of every agent of AgentScope."""
@@ -68,7 +68,7 @@ buffer:
   total_steps: 1
   explorer_input: {{taskset: {{path: {folder}/tasks.jsonl}}}}
 algorithm: {{repeat_times: 2}}
-model: {{model_path: "{model}", max_response_tokens: 8}}
+model: {{model_path: "{model}", max_response_tokens: 64}}
 tuner: {{workflow: "{folder}/agent.py:workflow"}}
 """
 TRL = """
