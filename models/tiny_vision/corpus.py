@@ -19,10 +19,7 @@ from typing import Any
 import torch
 from PIL.Image import Image
 from tokenizers import Tokenizer, models
-from transformers import (
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.qwen3_vl import Qwen3VLForConditionalGeneration
 
 from examples.vision.cards import PARTS, QUESTIONS, SPLITS, SUPERVISED, TOOL, Card, asked, zoom

@@ -14,11 +14,11 @@ from tuner.engines.transformers.engine import TransformersEngine
 from tuner.engines.transformers.vision import load_processor
 from tuner.errors import ConfigError
 
-PICTURES = [(24, 16), (16, 40), (9, 9), (64, 8)]
+SIZES = [(24, 16), (16, 40), (9, 9), (64, 8)]
 
 
 def images() -> list[str]:
-    return [ALBUM.add(png(*size, seed=seed), ImageLimits()) for seed, size in enumerate(PICTURES)]
+    return [ALBUM.add(png(*size, seed=seed), ImageLimits()) for seed, size in enumerate(SIZES)]
 
 
 def prompts(vision) -> list[list[int]]:

@@ -169,7 +169,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-async def test_a_image_that_cannot_be_used_is_named(vision, case):
+async def test_an_image_that_cannot_be_used_is_named(vision, case):
     content, why = REFUSED[case]
     async with vision_gateway(*vision, content=20_000) as gateway:
         session = gateway.open_session("r")

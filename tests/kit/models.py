@@ -184,7 +184,7 @@ VISION = tuple(_FAMILIES)
 
 
 def vision_model(family: str = "qwen2_5_vl", *, seed: int = 0) -> tuple[Any, Any]:
-    """A model of this family with random weights that sees, and its tokenizer."""
+    """A vision model of this family with random weights, and its tokenizer."""
     from tuner.engines.transformers.vision import give_vision, processor_of
 
     torch.manual_seed(seed)

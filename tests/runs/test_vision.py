@@ -112,7 +112,7 @@ def test_a_run_trains_what_it_is_asked_to(folder, tmp_path, case):
         ({"explorer.rollout_model.engine_type": "vllm"}, "explorer.rollout_model.engine_type"),
     ],
 )
-def test_what_does_not_see_is_refused_by_name(folder, tmp_path, settings, why):
+def test_settings_that_do_not_support_images_are_refused_by_name(folder, tmp_path, settings, why):
     with pytest.raises(ConfigError, match=why):
         run(folder, tmp_path, **settings)
 

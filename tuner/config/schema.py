@@ -449,7 +449,7 @@ class CriticSection(Section):
 
 
 class ImagesSection(Section):
-    """`tuner.images.*`: images in prompts, ([images](images.md))."""
+    """`tuner.images.*`: images in prompts ([images](images.md))."""
 
     max_count: Count = Field(
         default=32, ge=1, description="Maximum number of images in the messages of a request."

@@ -443,8 +443,8 @@ def check_vision(config: RunConfig, model: PreTrainedModel) -> None:
     """Train the vision tower of a vision model if that is asked for.
 
     Raises:
-        ConfigError: The model sees, and a setting does not support that; or it does not see, and
-            the vision tower is to be trained.
+        ConfigError: The model reads images, and a setting does not support that; or it does not,
+            and the vision tower is to be trained.
     """
     train = config.tuner.images.train_vision
     if vision_of(model) is None:

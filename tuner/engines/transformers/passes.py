@@ -591,8 +591,8 @@ def whole_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def probe_ids(model: PreTrainedModel, length: int) -> Tensor:
-    """Ids [S] for comparing passes, of at least this length: a vision model is shown a
-    image."""
+    """Ids [S] for comparing passes, of at least this length: a vision model is shown
+    an image."""
     ids = torch.arange(length, device=model.device) * 7 + 3
     ids %= model.config.get_text_config(decoder=True).vocab_size
     vision = vision_of(model)

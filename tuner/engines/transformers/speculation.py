@@ -69,7 +69,7 @@ def looked_up(tokens: Ints, fewest: int) -> tuple[Ints, int]:
 
 @dataclass(slots=True)
 class _History:
-    """What has occurred in a request.
+    """The token sequences of a request so far, and what drafts may cost it.
 
     Attributes:
         seen: Every `_FEW` tokens in a row.
