@@ -18,9 +18,11 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
+import torch
 from _report import Row as Result
 from _report import report
 from train_step import MAX_TOKENS, SHAPES, Case, make_batch, ours
@@ -87,6 +89,8 @@ def main() -> None:
     results, regrets, behind = [], [], []
     for name, case in grid(arguments.batches, arguments.scale):
         batch = make_batch(case, SHAPE.vocabulary)
+        if case.group == 1:  # rollouts that share no tokens are compared too
+            batch = replace(batch, group_R=torch.arange(case.groups) // 8)
         layouts = LAYOUTS if padded_tokens(batch) <= arguments.most else LAYOUTS[:1]
         choice = chooser.planned(batch.rows, MAX_TOKENS)[0].layout
         found = seconds(

@@ -244,7 +244,7 @@ async def _steps(
         record.end_early(record.start, complete)  # it was killed before it had its result
 
     for step in record.remaining():
-        started = time.perf_counter()
+        started, computed = time.perf_counter(), stack.engine.stats.step_seconds
         found = await source.take(step, trainer.step, weigh)
         idle, sync = time.perf_counter() - started, 0.0
         metrics = found.metrics
@@ -273,6 +273,8 @@ async def _steps(
         metrics |= source.advance(step)
         training = time.perf_counter() - started - idle - sync
         metrics |= found.seconds(idle, training, sync)
+        if computed := stack.engine.stats.step_seconds - computed:
+            metrics["time/engine"] = computed
         if stack.engine.failure is not None:
             raise TrainingError(f"step {step}: {stack.engine.failure}")
 

@@ -41,6 +41,23 @@ async def test_an_answer_is_handed_on_and_recorded_with_what_was_billed():
     assert trace_from_json(json.loads(json.dumps(trace_to_json(kept)))) == kept
 
 
+async def test_a_signed_url_of_an_image_is_handed_on_and_recorded_without_its_signature():
+    def asked(*urls):
+        images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        return [{"role": "user", "content": [{"type": "text", "text": "?"}, *images]}]
+
+    data = "data:image/png;base64,AA=="
+    sent = asked("https://me:pw@host/a.png?sig=secret#x", "https://host/b@1.png", data)
+    with chat_server(lambda body: "a cat") as server:
+        gateway = relay(server)
+        session = gateway.open_session("r")
+        await session.async_client().chat.completions.create(model="m", messages=sent)
+        (call,) = session.seal()
+        await gateway.aclose()
+    assert server.requests[0]["messages"] == sent
+    assert call.messages == asked("https://host/a.png?<redacted>", "https://host/b@1.png", data)
+
+
 @pytest.mark.parametrize("usage", [False, True])
 async def test_a_stream_is_handed_on_as_it_comes_and_recorded_whole(usage):
     options = {"stream_options": {"include_usage": True}} if usage else {}

@@ -222,8 +222,7 @@ def load_expr_config(argv: Sequence[str], config_class: type[ConfigT]) -> tuple[
 
     Raises:
         ConfigError: The file or an override cannot be read, or keys are unknown or of the wrong
-            type;
-            names all of them.
+            type; names all of them.
     """
     parser = argparse.ArgumentParser(
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -259,8 +259,7 @@ def located(path: str, setting: str = "model.model_path") -> Path | None:
     Raises:
         MissingDependencyError: The package is not installed.
         ModelLoadError: The package contains no model, the path matches several models, or the file
-            is
-            missing or not GGUF.
+            is missing or not GGUF.
     """
     if path.startswith(PACKAGE):
         return _of_package(path, setting)

@@ -190,16 +190,14 @@ def load_config(
     Args:
         path: YAML file in Trinity-RFT's format, or None for the defaults.
         settings: Nested dict of settings from Python; takes precedence over the file. Evaluation
-            sets
-            and auxiliary models may be dicts by name: a model is added to the file's or updates the
-            one with its name; evaluation sets replace the file's.
+            sets and auxiliary models may be dicts by name: a model is added to the file's or
+            updates the one with its name; evaluation sets replace the file's.
         overrides: `a.b=c` strings; take precedence over everything. List items have numbers:
             `a.0.b=c`.
 
     Raises:
         ConfigError: One or more keys are unknown, unsupported, of the wrong type or in conflict, or
-            the
-            file or an override cannot be read.
+            the file or an override cannot be read.
     """
     return checked(read_layers(path, settings, overrides, backend="local"))
 

@@ -1808,10 +1808,10 @@ class TunerSection(Section):
         "leave it out (`template`), or restore it as sampled (`keep`).",
     )
     layout: LayoutSetting = Field(
-        default="tree",
+        default="auto",
         description="How a micro-batch is computed: each distinct token once (`tree`), or rows "
         "of calls, concatenated (`packed`) or side by side (`padded`). `auto`: for each step the "
-        "one that takes least, by what passes take on this machine; with `tuner.deterministic` "
+        "fastest, by the time that passes take on this machine; with `tuner.deterministic` "
         "`tree`. If the model does not support a layout, the next one is used and the reason is "
         "logged. The gradient is the same.",
     )

@@ -248,8 +248,7 @@ class Engine(Protocol):
 
         Args:
             so_far: First tokens of the completion, sampled earlier. Sampling continues after them
-                as
-                if they had been sampled now, and the whole completion is returned. Requires
+                as if they had been sampled now, and the whole completion is returned. Requires
                 `capabilities.can_go_on`.
             adapter: Name of the adapter to sample with; None: the model without one, or with its
                 only one.

@@ -174,8 +174,7 @@ class MessageStream:
 
         Args:
             message: Result of `ChatRenderer.parse` for all ids, with the same prompt, tools and
-                stop
-                strings; for a plain text, the text as content.
+                stop strings; for a plain text, the text as content.
 
         Raises:
             RuntimeError: The message does not begin with what was streamed.

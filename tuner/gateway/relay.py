@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from typing import Any, cast
@@ -202,13 +203,30 @@ def call_elsewhere(request: Mapping[str, Any], response: dict[str, Any], **known
         logprobs=(),
         versions=(),
         sampling=sampling_said(request),
-        messages=request["messages"],
+        messages=[_without_secrets(message) for message in request["messages"]],
         tools=request.get("tools") or [],
         response=response,
         streamed=bool(request.get("stream")),
         invalid=ELSEWHERE,
         **known,
     )
+
+
+def _without_secrets(message: Any) -> Any:
+    """A message as it is recorded: without what may sign the URLs of images on the web."""
+    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+        return message
+    return message | {"content": [_without_signature(part) for part in message["content"]]}
+
+
+def _without_signature(part: Any) -> Any:
+    image = part.get("image_url") if isinstance(part, dict) else None
+    url = image.get("url") if isinstance(image, dict) else None
+    if not isinstance(url, str) or not url.lower().startswith(("http://", "https://")):
+        return part
+    shown = re.sub(r"(?<=//)[^/?#]*@", "", url)
+    shown = re.sub(r"[?#].*", "?<redacted>", shown, flags=re.DOTALL)
+    return part | {"image_url": image | {"url": shown}}
 
 
 def read_body(body: bytes) -> dict[str, Any]:

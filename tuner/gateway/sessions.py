@@ -436,8 +436,7 @@ def recorded(function: F) -> F:
 
     Raises:
         FunctionError: It is not a function, or yields; and when it is called in a rollout: it
-            returned
-            a value that JSON cannot hold.
+            returned a value that JSON cannot hold.
     """
     inner = unwrapped(function)
     if not inspect.isroutine(inner) or isinstance(function, staticmethod | classmethod):

@@ -124,8 +124,7 @@ class Openness:
     Attributes:
         shares: Expected s_k of each position; 1 at position 0.
         unknown: Their uncertainty, from 1, before anything is seen, to 0: the sum of their
-            variances
-            divided by its initial value.
+            variances divided by its initial value.
     """
 
     shares: Vector

@@ -448,8 +448,8 @@ class RolloutSettings:
             (`RandomStates`).
         needs_reward: Whether a rollout without a reward is a bug in the program.
         feedback_attempts: Maximum number of times that the workflow runs again in the same rollout,
-            with
-            the judge's feedback on the previous attempt, while the reward is below `pass_reward`.
+            with the judge's feedback on the previous attempt, while the reward is below
+            `pass_reward`.
         pass_reward: See `feedback_attempts`.
         needs_calls: Whether a rollout without calls has failed; false if nothing is trained and the
             workflow has its own model.
@@ -476,16 +476,13 @@ class RolloutRunner:
         workflow, judge: The user's functions; without a judge the workflow gives the reward.
         make_model: Makes the chat model of a session's agent.
         auxiliary_models: Opens the frozen models, by name, for one attempt and its seed; both
-            functions
-            get them.
+            functions get them.
         settings: Limits.
         told: Warnings that were logged, each once. Shared, like `watchdog`, with runners made from
-            this
-            one by `dataclasses.replace`.
+            this one by `dataclasses.replace`.
         watchdog: Monitors the functions.
         workers: Processes that run the functions, with `make_model`, `workflow` and `judge`; None:
-            this
-            process.
+            this process.
     """
 
     gateway: Gateway

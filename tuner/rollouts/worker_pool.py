@@ -527,8 +527,7 @@ class Pool:
 
         Raises:
             ConfigError: They are on a cluster that cannot be joined, or this machine cannot listen
-                for
-                them.
+                for them.
         """
         if not self._begun and not self._closed:
             if self.placing is not None:

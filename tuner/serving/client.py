@@ -212,8 +212,7 @@ class Client(_Connection[httpx.Client]):
         patience: Seconds during which a request is retried if the server cannot be reached, breaks
             off, or is busy. Opening a session has one result, however often it is sent.
         http_client: An httpx client with other settings: certificates, proxies. It is closed with
-            this
-            one.
+            this one.
     """
 
     def _plain_http(self) -> httpx.Client:

@@ -268,8 +268,7 @@ def load_tasks(source: Any, *, role: str, endless: bool = False) -> Sequence[Tas
 
     Raises:
         DatasetError: There is no such dataset, subset or split; it cannot be read; it is empty; or
-            a
-            row is not a dict or cannot be serialised.
+            a row is not a dict or cannot be serialised.
     """
     if isinstance(source, (str, Path)):
         source = DatasetConfig(path=str(source))

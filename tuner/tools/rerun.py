@@ -159,8 +159,7 @@ def run_again(
     Args:
         run: The run directory, or one of the files in its traces/.
         name: The rollout, `<split>-<step>-<task>-<rollout>`, followed by `-<attempt>` for an
-            attempt
-            that is not the last.
+            attempt that is not the last.
         until: The call, from 1, at which it stops; with `sample`, the first call to sample. None
             replays everything.
         workflow, judge: Functions, or their names; None for those of the run.

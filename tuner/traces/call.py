@@ -76,8 +76,7 @@ class Call:
         reasoning_policy: Whether reasoning that is missing from the rendered prompt stays missing
             ("template") or is restored as sampled ("keep").
         kept_reasoning_ids: Number of `prompt_ids` that are reasoning of earlier turns, with its
-            tags,
-            and missing from the rendered prompt: the cost of "keep".
+            tags, and missing from the rendered prompt: the cost of "keep".
         recomputed_ids: Number of `prompt_ids` in the earlier turns, from the first one on that
             lacks its reasoning, which "keep" would have copied: the cost of "template".
         kept: For each position the tokens that top_k, top_p and min_p kept, packed by

@@ -247,8 +247,7 @@ def from_plain(cls: type[T], data: dict[str, Any]) -> T:
 
     Raises:
         TypeError, ValueError: `data` lacks a field without a default, has an unknown field, or has
-            a
-            value of a wrong type.
+            a value of a wrong type.
     """
     kind: Any = cls
     value: T = _of_dataclass(kind, write=False)(data)
@@ -424,8 +423,7 @@ class TraceStore:
     Args:
         folder: Folder of the files.
         vocabulary: Number of token ids of the model that is trained on what is read; None if
-            nothing
-            is trained.
+            nothing is trained.
     """
 
     def __init__(self, folder: Path, vocabulary: int | None = None) -> None:

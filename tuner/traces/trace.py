@@ -117,10 +117,8 @@ class Trace:
             before that (`Call.replayed`).
         results: Results of recorded functions, in order of return.
         foreign_from: For an attempt recorded by the run that this one continues (`tuner rebase`),
-            the
-            first version of the weights that the two runs do not share: from there on
-                `Call.versions`
-            count the updates of the other run. None: this run sampled it.
+            the first version of the weights that the two runs do not share: from there on
+            `Call.versions` count the updates of the other run. None: this run sampled it.
     """
 
     id: RolloutId

@@ -22,7 +22,7 @@ import copy
 import logging
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -322,6 +322,7 @@ class Throughput:
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
         self._device = device
+        self._parts: defaultdict[str, float] = defaultdict(float)
         self._peak: float | None = None
         self._flops: ModelFlops | None = None
         if device.type != "cuda":
@@ -338,9 +339,19 @@ class Throughput:
             self._flops = found
 
     @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count the seconds of the block as those of a part of the next update reported."""
+        started = time.perf_counter()
+        yield
+        self._parts[name] += time.perf_counter() - started
+
+    @contextmanager
     def of(self, rows: Sequence[Row], passes: int, metrics: dict[str, float]) -> Iterator[None]:
         """Add to `metrics` the throughput of `passes` forward and backward passes over `rows`
-        in the block."""
+        in the block, and the seconds of the update's parts so far.
+
+        A GPU computes a part after its block has ended, so there the parts have no seconds.
+        """
         on_gpu = self._device.type == "cuda"
         if on_gpu:
             torch.cuda.synchronize(self._device)
@@ -357,6 +368,9 @@ class Throughput:
         metrics["row_tokens_per_second"] = passes * tree.row_tokens / seconds
         if self._flops is not None and self._peak is not None:
             metrics["mfu"] = passes * self._flops(tree) / seconds / self._peak
+        if not on_gpu:
+            metrics.update({f"{name}_seconds": spent for name, spent in self._parts.items()})
+        self._parts.clear()
 
 
 def _both_passes(matrix: nn.Parameter) -> int:
@@ -456,8 +470,7 @@ class PolicyTrainer:
         Args:
             batch: N rows.
             model: Another model with the policy's architecture, such as the reference. With LoRA,
-                an
-                engine that serves the policy must be paused while the reference is computed.
+                an engine that serves the policy must be paused while the reference is computed.
 
         Returns:
             N tensors, one per row, of shape [T_row].
@@ -474,7 +487,8 @@ class PolicyTrainer:
             or not self.config.algorithm.kl_in_loss
         ):
             return scored
-        return replace(scored, ref_logp=self.compute_logp(scored.batch, model=self.reference))
+        with self._throughput.part("scoring"):
+            return replace(scored, ref_logp=self.compute_logp(scored.batch, model=self.reference))
 
     def compute_advantages(self, batch: Batch) -> ScoredBatch:
         """The algorithm's advantages (`tuner.training.scoring`).
@@ -484,20 +498,20 @@ class PolicyTrainer:
 
         Raises:
             TrainingError: Calls have rewards that the algorithm does not support, or it needs a
-                teacher
-                and there is none.
+                teacher and there is none.
         """
-        ref_logp = None
-        teacher_logp = self.teacher.logp(batch) if self.teacher is not None else None
-        if self.config.algorithm.penalizes_kl and self.reference is not None and batch.rows:
-            ref_logp = self.compute_logp(batch, model=self.reference)
-        if self.critic is None or not batch.rows:
-            advantages = row_advantages(batch, self.config, ref_logp, teacher_logp)
-            return ScoredBatch(batch, advantages, ref_logp)
-        values = self.compute_values(batch)
-        penalties = kl_penalties(batch, self.config.algorithm, ref_logp)
-        advantages, returns = critic_advantages(batch, self.config, values, penalties)
-        return ScoredBatch(batch, advantages, ref_logp, values=values, returns=returns)
+        with self._throughput.part("scoring"):
+            ref_logp = None
+            teacher_logp = self.teacher.logp(batch) if self.teacher is not None else None
+            if self.config.algorithm.penalizes_kl and self.reference is not None and batch.rows:
+                ref_logp = self.compute_logp(batch, model=self.reference)
+            if self.critic is None or not batch.rows:
+                advantages = row_advantages(batch, self.config, ref_logp, teacher_logp)
+                return ScoredBatch(batch, advantages, ref_logp)
+            values = self.compute_values(batch)
+            penalties = kl_penalties(batch, self.config.algorithm, ref_logp)
+            advantages, returns = critic_advantages(batch, self.config, values, penalties)
+            return ScoredBatch(batch, advantages, ref_logp, values=values, returns=returns)
 
     def compute_values(self, batch: Batch) -> tuple[Tensor, ...]:
         """The critic's values of the states in which each row's tokens were sampled, no gradient.
@@ -521,16 +535,13 @@ class PolicyTrainer:
         updated.
 
         Returns:
-            Metrics: loss and its parts, advantage spread, clip and rejected fraction, entropy, KL
-                to
+            Metrics: loss and its parts, advantage spread, clip and rejected fraction, entropy, KL to
             behaviour and reference, effective sample size of the importance weights (1 on policy),
             gradient norm, micro-batches and learning rate, all of the last update. The mismatch
-                between
-            recorded and recomputed log-probs is that before the first update. Tokens per second of
-                all
-            updates, on a GPU with peak memory and MFU. The critic's metrics (`Critic.update`) are
-                added;
-            during its warmup there are no others.
+            between recorded and recomputed log-probs is that before the first update. Tokens per
+            second of all updates; on a CPU the seconds of their parts, on a GPU peak memory and
+            MFU. The critic's metrics (`Critic.update`) are added; during
+            its warmup there are no others.
 
         Raises:
             TrainingError: The batch is empty, or see `MasterAdamW.step_if_finite`.
@@ -540,8 +551,11 @@ class PolicyTrainer:
         metrics: dict[str, float] = {}
         if self.critic is not None:
             what = f"step {self.step + 1}: the critic's loss"
-            for _ in range(self.config.tuner.algorithm.updates):
-                metrics = self.critic.update(scored.batch, scored.values, scored.returns, what=what)
+            with self._throughput.part("critic"):
+                for _ in range(self.config.tuner.algorithm.updates):
+                    metrics = self.critic.update(
+                        scored.batch, scored.values, scored.returns, what=what
+                    )
         if self.critic is None or self.step >= self.config.trainer.critic_warmup:
             metrics |= self._update_policy(scored)
         self.step += 1
@@ -549,7 +563,8 @@ class PolicyTrainer:
 
     def _update_policy(self, scored: ScoredBatch) -> dict[str, float]:
         """All updates of the policy in a step."""
-        proximal = self._proximal(scored)
+        with self._throughput.part("scoring"):
+            proximal = self._proximal(scored)
         metrics: dict[str, float] = {}
         speed: dict[str, float] = {}
         with self._throughput.of(scored.batch.rows, self.config.tuner.algorithm.updates, speed):
@@ -583,17 +598,20 @@ class PolicyTrainer:
         )
 
     def _update(self, scored: ScoredBatch, proximal: tuple[Tensor, ...] | None) -> dict[str, float]:
+        part = self._throughput.part
         totals, largest = self._forward.room.fitting(partial(self._gradients, scored, proximal))
-        norm = self.optimizer.clip_grad_norm(self.config.trainer.grad_clip)
-        # The only point of an update at which Python waits for the device.
-        totals |= {"grad_norm": norm, "logprob_mismatch_max": torch.stack(largest).max()}
-        found = torch.stack([value.double() for value in totals.values()]).tolist()
+        with part("optimizer"):
+            norm = self.optimizer.clip_grad_norm(self.config.trainer.grad_clip)
+            # The only point of an update at which Python waits for the device.
+            totals |= {"grad_norm": norm, "logprob_mismatch_max": torch.stack(largest).max()}
+            found = torch.stack([value.double() for value in totals.values()]).tolist()
         metrics = dict(zip(totals, found, strict=True))
         # (sum w)^2 / (T sum w^2) over T tokens, from the means of w and w^2.
         mean, of_squares = metrics.pop("importance"), metrics.pop("importance_squared")
         metrics["effective_sample_size"] = mean**2 / of_squares
         of_terms = math.isfinite(metrics["policy_loss"]) and not math.isfinite(metrics["loss"])
-        self._apply(metrics["loss"], metrics["grad_norm"], of_terms=of_terms)
+        with part("optimizer"):
+            self._apply(metrics["loss"], metrics["grad_norm"], of_terms=of_terms)
         return {**metrics, "micro_batches": len(largest), "lr": self.lr}
 
     def _gradients(
@@ -602,6 +620,7 @@ class PolicyTrainer:
         """Gradients of all micro-batches; returns their metrics, and the largest mismatch of
         each."""
         config, algorithm, batch = self.config, self.config.algorithm, scored.batch
+        part = self._throughput.part
         self.optimizer.zero_grad()
         weights_N = row_weights(
             algorithm.loss_agg_mode,
@@ -614,16 +633,23 @@ class PolicyTrainer:
         largest: list[Tensor] = []
         forward, cuts = self._planned(batch)
         for indices in cuts:
-            current = forward.logprobs(
-                self.model,
-                [batch.rows[i] for i in indices],
-                with_entropy=algorithm.entropy_loss.entropy_coef != 0,
-            )
-            tokens = tokens_of(
-                scored, indices, current, weights_N=weights_N, proximal=proximal, step=self.version
-            )
-            loss, parts, sums = micro_batch_loss(algorithm, config.tuner.algorithm, tokens)
-            loss.backward()
+            with part("forward"):
+                current = forward.logprobs(
+                    self.model,
+                    [batch.rows[i] for i in indices],
+                    with_entropy=algorithm.entropy_loss.entropy_coef != 0,
+                )
+                tokens = tokens_of(
+                    scored,
+                    indices,
+                    current,
+                    weights_N=weights_N,
+                    proximal=proximal,
+                    step=self.version,
+                )
+                loss, parts, sums = micro_batch_loss(algorithm, config.tuner.algorithm, tokens)
+            with part("backward"):
+                loss.backward()
             means = {name: value / batch.trained_tokens for name, value in sums.items()}
             for name, value in (parts | means).items():
                 totals[name] = totals[name] + value if name in totals else value
@@ -742,8 +768,7 @@ class PolicyTrainer:
 
         Raises:
             TrainingError: The file is missing or damaged, belongs to other weights, or lacks the
-                critic
-                that the algorithm needs.
+                critic that the algorithm needs.
         """
         self.restore(_stored(path, "optimizer", "step"), path)
 

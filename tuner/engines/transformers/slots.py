@@ -146,8 +146,7 @@ class Rows:
 
         Args:
             shared: Both rows will be read in the same steps, so that storing a long common part
-                once
-                pays off.
+                once pays off.
         """
         if row != source or not reused:
             self.length[row], self.leaf[row], self.base[row] = 0, None, 0

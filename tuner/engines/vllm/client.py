@@ -101,8 +101,7 @@ class DirectSender:
         Raises:
             EngineLostError: The server died; it can be started from a folder.
             EngineError: It cannot load them, or died while GPUs were joined (NCCL), after which
-                this
-                process's GPU may wait for it forever.
+                this process's GPU may wait for it forever.
         """
         self._client.label = label
         try:

@@ -409,8 +409,7 @@ class ChatRenderer:
 
         Raises:
             RequestError: 400: the template rejects the messages, does not support conversations
-                with
-                tools, would drop a call, or does not read a keyword.
+                with tools, would drop a call, or does not read a keyword.
         """
         used = any(m["role"] == "tool" or m.get("tool_calls") for m in messages)
         if self.no_tools and (tools or used):
