@@ -31,6 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tests.engines.models import error, generate_all, make_engine, prompt
 from tests.kit.builders import logged
+from tests.models import vision_matrix
 from tests.models.shapes import FAR, NEAR, tiny_config, tiny_model
 from tests.training.exact import computed, gradient, row, small_parts, weighed, weights_of
 from tuner.config.schema import Layout
@@ -298,6 +299,18 @@ def pages(shapes: Sequence[Shape]) -> dict[Path, str]:
     }
 
 
+def vision_shape(family: str) -> Shape:
+    return Shape(family, vision_matrix.cells(family))
+
+
+def vision_page() -> dict[Path, str]:
+    """The text of docs/reference/models_images.md."""
+    lines = [vision_shape(family).line() for family in vision_matrix.VISION]
+    head = vision_matrix.HEAD.format(generated=GENERATED)
+    text = "\n".join([head + COLUMNS, *lines, "", vision_matrix.rest()])
+    return {REFERENCE / f"{vision_matrix.PAGE}.md": text}
+
+
 def summary(shapes: Sequence[Shape]) -> str:
     """How many are what, of those that transformers computes."""
     found = [shape for shape in shapes if shape.cells[0] != "-"]
@@ -318,7 +331,8 @@ def summary(shapes: Sequence[Shape]) -> str:
 
 def written() -> list[str]:
     """The texts of the pages as they are."""
-    return [(REFERENCE / f"{name}.md").read_text(encoding="utf-8") for name in ("models", *MORE)]
+    names = ("models", *MORE, vision_matrix.PAGE)
+    return [(REFERENCE / f"{name}.md").read_text(encoding="utf-8") for name in names]
 
 
 def verdicts(texts: Iterable[str]) -> dict[str, str]:
@@ -346,11 +360,12 @@ def main() -> int:
     print(summary(shapes))
     print(f"{(time.monotonic() - started) / 60:.1f} minutes, {options.processes} processes")
     failed = any("**" in cell for shape in shapes for cell in shape.cells)
+    texts = {} if options.names and not options.write else pages(shapes) | vision_page()
     if options.write:
-        for path, text in pages(shapes).items():
+        for path, text in texts.items():
             path.write_text(text, encoding="utf-8")
     elif not options.names:
-        wanted, found = verdicts(written()), verdicts(pages(shapes).values())
+        wanted, found = verdicts(written()), verdicts(texts.values())
         for name in sorted(wanted.keys() | found.keys()):
             if wanted.get(name) != found.get(name):
                 failed = True

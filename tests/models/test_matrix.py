@@ -7,7 +7,8 @@ from unittest import mock
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.models.matrix import check, pages, verdicts, written
+from tests.models.matrix import REFERENCE, check, pages, verdicts, vision_shape, written
+from tests.models.vision_matrix import PAGE, rest
 from tuner.training.forward import layouts as probing
 
 WRITTEN = verdicts(written())
@@ -34,3 +35,9 @@ def test_the_table_has_every_model_of_this_transformers_and_none_is_wrong():
         "run: make test-models ARGS=--write"
     )
     assert not {name for name, found in WRITTEN.items() if "**" in found}
+
+
+def test_the_page_of_vision_models_says_what_is_found():
+    found = verdicts([vision_shape("qwen3_vl").line()])
+    assert found == {"qwen3_vl": WRITTEN["qwen3_vl"]}
+    assert (REFERENCE / f"{PAGE}.md").read_text(encoding="utf-8").endswith(rest())

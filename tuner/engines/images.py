@@ -210,7 +210,7 @@ class Album:
 
     def __init__(self, memory: int = 1 << 28) -> None:
         self._lock = threading.RLock()
-        self._memory = memory
+        self.memory = memory
         self._in_memory = 0
         self._spool: tempfile.TemporaryDirectory[str] | None = None
         self._numbers: dict[tuple[str, int], _Numbered] = {}
@@ -234,7 +234,7 @@ class Album:
                 if sha256 not in self._content:
                     self._content[sha256] = _Content(suffix, content)
                     self._in_memory += len(content)
-                if self._in_memory > self._memory:
+                if self._in_memory > self.memory:
                     self._spill()
         return sha256
 

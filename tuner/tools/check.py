@@ -5,6 +5,7 @@ Writes nothing to the run directory and leaves the weights unchanged.
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 import time
@@ -41,7 +42,7 @@ from tuner.tasks.selection import planned_steps
 from tuner.traces import Outcome, Trace, TraceStore, without_vote
 from tuner.training.batch import Batch, RoleBatches, Row, Selection, build_batch
 from tuner.training.likelihood import EffectiveSamples, RecordedBatch, effective_samples
-from tuner.training.memory import tokens_of_pass
+from tuner.training.memory import ImageMemory, tokens_of_pass
 from tuner.training.trainer import PolicyTrainer, RoleTrainers
 from tuner.tune import RunPlan
 
@@ -59,10 +60,11 @@ def check_run(run: RunPlan) -> Verdict:
     """
     if run.config.mode == "train":
         return run_async(check_recorded(run))
-    return run_async(_check(run))
+    with tempfile.TemporaryDirectory() as folder:
+        return run_async(_check(run, TraceStore(Path(folder))))
 
 
-async def _check(run: RunPlan) -> Verdict:
+async def _check(run: RunPlan, store: TraceStore) -> Verdict:
     config = run.config
     # fails if the functions cannot be sent
     workers = pool_of(config, run.workflow, run.judge, default_kind())
@@ -77,10 +79,7 @@ async def _check(run: RunPlan) -> Verdict:
             defaults=SamplingDefaults(**config.rollout_args(taskset).model_dump()),
         )
         assert stack.runner is not None, "prepare() requires a workflow for rollouts"
-        with tempfile.TemporaryDirectory() as folder:
-            traces = await collect(
-                plan, stack.runner, TraceStore(Path(folder)), max_running=ROLLOUTS
-            )
+        traces = await collect(plan, stack.runner, store, max_running=ROLLOUTS)
         final = [trace for trace in traces if trace.final]
         fastest = min(map(_seconds, final))  # the first one also warms up
         build = partial(
@@ -296,13 +295,22 @@ def memory_line(
     most = pass_tokens(config, stack.model, context)
     largest = min(tokens, max(most, *map(len, rows)))
     peak = peak_of(config, stack.model, needs, largest, alone=tokens <= most)
+    group = config.algorithm.repeat_times
+    images = ImageMemory.of(stack.model, rows, tasks=config.buffer.batch_size, group=group)
+    if images is not None:
+        peak += images.saved * math.ceil(images.count * largest / tokens)
+        peak = images.kept + max(peak, needs.trainer + images.computing)
     line = f"{line}, {peak / 2**30:.2f} with micro-batches of {largest} tokens"
-    if not together or not isinstance(stack.engine, TransformersEngine):
-        return line
-    together = together if stack.engine.batched else 1
-    prompts, longest = [row.prompt_ids for row in rows], max(map(len, rows))
-    held = generating(config, needs, context, prompts, longest=longest, together=together)
-    return f"{line}, {held / 2**30:.2f} with {together} answers generated at once"
+    if together and isinstance(stack.engine, TransformersEngine):
+        together = together if stack.engine.batched else 1
+        prompts, longest = [row.prompt_ids for row in rows], max(map(len, rows))
+        held = generating(config, needs, context, prompts, longest=longest, together=together)
+        if images is not None:
+            held += images.kept + images.computing
+        line = f"{line}, {held / 2**30:.2f} with {together} answers generated at once"
+    if images is not None:
+        line += f"; both include {images.kept / 2**30:.2f} for {counted(images.count, 'image')}"
+    return line
 
 
 def _last_words(

@@ -47,16 +47,22 @@ Experts count with those that a token uses. Other kinds of layers are treated li
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from tuner.config.schema import Layout
+from tuner.engines.images import ALBUM, IMAGE_IDS
 from tuner.engines.transformers.model_shape import head_width, layer_configs
+from tuner.engines.transformers.vision import KEPT, vision_of
 from tuner.traces import TokenTree
 from tuner.training.batch import Row
 from tuner.training.forward.head import LOGITS
@@ -192,6 +198,96 @@ def tokens_of_pass(rows: Sequence[Row], layout: Layout) -> int:
     if layout == "packed":
         return sum(map(len, rows))
     return max(map(len, rows)) * len(rows)
+
+
+@dataclass(frozen=True)
+class ImageMemory:
+    """Bytes that the images of a step take, measured with the largest one of some rollouts.
+
+    Attributes:
+        count: Number of different ones in the step.
+        each: What is kept of one: as it was sent, the tower's inputs, and its features.
+        computing: Maximum while features are computed.
+        saved: Kept of one for the backward pass; 0 if the tower is frozen.
+    """
+
+    count: int
+    each: tuple[int, int, int]
+    computing: int
+    saved: int
+
+    @staticmethod
+    def of(model: Any, rows: Sequence[Row], *, tasks: int, group: int) -> ImageMemory | None:
+        """The images of a step, or None if there are none in `rows`.
+
+        Args:
+            rows: Of some rollouts of one task.
+            tasks: Tasks of the step.
+            group: Rollouts of each.
+        """
+        by_rollout: defaultdict[int, set[str]] = defaultdict(set)
+        for row in rows:
+            by_rollout[row.rollout] |= _images((*row.prompt_ids, *row.completion_ids))
+        every = set().union(*by_rollout.values())
+        vision = vision_of(model)
+        if vision is None or not every:
+            return None
+        shared = set[str].intersection(*by_rollout.values())
+        own = len(every - shared) / len(by_rollout)
+        largest = max(every, key=lambda sha256: len(vision.ids(sha256)))
+        trained = vision.trained
+        with torch.set_grad_enabled(trained), _LiveBytes() as live:
+            tables = vision.compute(model, largest)
+        kept = [ALBUM.content(largest)], vision.pixels(largest).values(), tables
+        return ImageMemory(
+            count=round(tasks * (len(shared) + group * own)),
+            each=(len(kept[0][0]), *(sum(map(_bytes, tensors)) for tensors in kept[1:])),
+            computing=live.peak,
+            saved=live.now if trained else 0,
+        )
+
+    @property
+    def kept(self) -> int:
+        """Bytes that are kept between passes."""
+        return sum(
+            min(self.count * each, most)
+            for each, most in zip(self.each, (ALBUM.memory, KEPT, KEPT), strict=True)
+        )
+
+
+def _images(ids: Iterable[int]) -> set[str]:
+    return {ALBUM.image_at(id_).sha256 for id_ in ids if id_ >= IMAGE_IDS}
+
+
+def _bytes(value: object) -> int:
+    return value.nbytes if isinstance(value, Tensor) else 0
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors that are made in the block, now and at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: dict[int, int] = {}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._add(tensor.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage.data_ptr()
+        if key and key not in self._sizes:
+            self._sizes[key] = storage.nbytes()
+            self.now += self._sizes[key]
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._drop, key)
+
+    def _drop(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
 
 
 @dataclass(frozen=True)

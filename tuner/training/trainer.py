@@ -535,13 +535,13 @@ class PolicyTrainer:
         updated.
 
         Returns:
-            Metrics: loss and its parts, advantage spread, clip and rejected fraction, entropy, KL to
-            behaviour and reference, effective sample size of the importance weights (1 on policy),
-            gradient norm, micro-batches and learning rate, all of the last update. The mismatch
-            between recorded and recomputed log-probs is that before the first update. Tokens per
-            second of all updates; on a CPU the seconds of their parts, on a GPU peak memory and
-            MFU. The critic's metrics (`Critic.update`) are added; during
-            its warmup there are no others.
+            Metrics: loss and its parts, advantage spread, clip and rejected fraction, entropy, KL
+            to behaviour and reference, effective sample size of the importance weights (1 on
+            policy), gradient norm, micro-batches and learning rate, all of the last update. The
+            mismatch between recorded and recomputed log-probs is that before the first update.
+            Tokens per second of all updates; on a CPU the seconds of their parts, on a GPU peak
+            memory and MFU. The critic's metrics (`Critic.update`) are added; during its warmup
+            there are no others.
 
         Raises:
             TrainingError: The batch is empty, or see `MasterAdamW.step_if_finite`.

@@ -36,7 +36,7 @@ from tuner.errors import ConfigError, MissingDependencyError, pip_install
 
 Ints = NDArray[np.int64]
 
-_KEPT = 1 << 28
+KEPT = 1 << 28
 """Bytes of features, and of pixels, that are kept for the next pass."""
 # Outputs of image processors that only their processor reads.
 _PROMPT_ONLY = ("rows", "cols", "num_patches", "num_crops")
@@ -314,7 +314,7 @@ class Vision:
         """Rows [tokens, D] that stand for each image's tokens, and those that are added to the
         first layers, if the model has any."""
         if self.trained and torch.is_grad_enabled():
-            return [self._computed(model, sha256) for sha256 in images]
+            return [self.compute(model, sha256) for sha256 in images]
         weights = self._version(model)
         if weights != self._weights:
             self._features.clear()
@@ -323,7 +323,7 @@ class Vision:
         for sha256 in images:
             if sha256 not in self._features:
                 with torch.no_grad():
-                    self._features[sha256] = self._computed(model, sha256)
+                    self._features[sha256] = self.compute(model, sha256)
             self._features.move_to_end(sha256)
             found.append(self._features[sha256])
         _shorten(self._features, lambda tables: tables)
@@ -340,7 +340,8 @@ class Vision:
         probe = [p.detach().flatten()[:4].tolist() for p in parameters if p.requires_grad]
         return switches, weights, str(probe)  # NaN is not equal to itself
 
-    def _computed(self, model: Any, sha256: str) -> tuple[Tensor, ...]:
+    def compute(self, model: Any, sha256: str) -> tuple[Tensor, ...]:
+        """An image's `features`, computed now."""
         read, get = self.read(sha256), model.model.get_image_features
         names = inspect.signature(inspect.unwrap(get)).parameters
         given = {
@@ -365,7 +366,7 @@ class Vision:
 def _shorten(kept: OrderedDict[str, Any], tensors: Callable[[Any], Iterable[Any]]) -> None:
     """Drop the oldest entries whose tensors are too many bytes, but for the last one."""
     size = sum(getattr(t, "nbytes", 0) for one in kept.values() for t in tensors(one))
-    while size > _KEPT and len(kept) > 1:
+    while size > KEPT and len(kept) > 1:
         _, dropped = kept.popitem(last=False)
         size -= sum(getattr(t, "nbytes", 0) for t in tensors(dropped))
 
@@ -441,7 +442,7 @@ def _noise() -> bytes:
     return file.getvalue()
 
 
-_REFUSED = {
+REFUSED = {
     "llava_onevision": "their processor cuts an image into other tiles once another follows it, "
     "so the next request would not begin with the tokens of the one before",
 }
@@ -469,7 +470,7 @@ def load_processor(folder: str, config: Any, tokenizer: Any) -> tuple[Any, Mappi
     from transformers.models.auto import processing_auto
     from transformers.utils.hub import cached_file
 
-    if (why := _REFUSED.get(config.model_type)) is not None:
+    if (why := REFUSED.get(config.model_type)) is not None:
         raise ConfigError(f"models of type {config.model_type!r} are not supported: {why}")
     if Version(transformers.__version__) < Version("5.23"):
         raise MissingDependencyError(
