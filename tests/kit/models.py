@@ -68,15 +68,21 @@ def _vision_tokenizer(kind: str, image: str) -> Any:
     return spoken
 
 
+def vision_tokenizer() -> tuple[Any, dict[str, int]]:
+    """A tokenizer for Qwen's vision models, and the ids of images in their configuration."""
+    spoken = _vision_tokenizer("qwen", "<|vision_start|><|image_pad|><|vision_end|>")
+    names = ("vision_start", "image", "vision_end", "video")
+    ids = zip(names, spoken.convert_tokens_to_ids(_TOKENS["qwen"]), strict=True)
+    return spoken, {f"{name}_token_id": id_ for name, id_ in ids}
+
+
 def _qwen(version: int) -> tuple[Any, Any, Any]:
     import transformers
     from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
-    spoken = _vision_tokenizer("qwen", "<|vision_start|><|image_pad|><|vision_end|>")
-    names = ("vision_start", "image", "vision_end", "video")
-    ids = zip(names, spoken.convert_tokens_to_ids(_TOKENS["qwen"]), strict=True)
+    spoken, ids = vision_tokenizer()
     sizes = {"patch_size": 4, "temporal_patch_size": 2}
     images = Qwen2VLImageProcessorPil(
         **sizes, merge_size=2, size={"shortest_edge": 64, "longest_edge": 2048}
@@ -94,7 +100,7 @@ def _qwen(version: int) -> tuple[Any, Any, Any]:
         text_config={**text, "rope_parameters": rope},
         vision_config=vision,
         tie_word_embeddings=False,
-        **{f"{name}_token_id": id_ for name, id_ in ids},
+        **ids,
     )
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
     return model, processor, (spoken, images, {})

@@ -24,7 +24,8 @@ T = TypeVar("T")
 EVENT_STREAM = "text/event-stream"
 
 # Not asyncio's default threads: agents may block all of those while waiting for work done here.
-_LONG_WORK = ThreadPoolExecutor(4, "tuner-prompts")
+LONG_THREADS = 4
+_LONG_WORK = ThreadPoolExecutor(LONG_THREADS, "tuner-prompts")
 
 
 @dataclass(frozen=True)

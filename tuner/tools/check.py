@@ -18,6 +18,7 @@ from tuner.config import RunConfig
 from tuner.config.algorithms import ADVANTAGES
 from tuner.engines.transformers.engine import TransformersEngine
 from tuner.gateway import SamplingDefaults
+from tuner.gateway.service import LONG_THREADS
 from tuner.rollouts import StepPlan, collect
 from tuner.rollouts.chat_models import default_kind
 from tuner.rollouts.worker_pool import pool_of
@@ -306,7 +307,7 @@ def memory_line(
         prompts, longest = [row.prompt_ids for row in rows], max(map(len, rows))
         held = generating(config, needs, context, prompts, longest=longest, together=together)
         if images is not None:
-            held += images.kept + images.computing
+            held += images.generating(together, LONG_THREADS)
         line = f"{line}, {held / 2**30:.2f} with {together} answers generated at once"
     if images is not None:
         line += f"; both include {images.kept / 2**30:.2f} for {counted(images.count, 'image')}"

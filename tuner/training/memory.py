@@ -47,6 +47,7 @@ Experts count with those that a token uses. Other kinds of layers are treated li
 
 from __future__ import annotations
 
+import tracemalloc
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -68,6 +69,9 @@ from tuner.training.batch import Row
 from tuner.training.forward.head import LOGITS
 
 _FLOAT32 = 4
+_COPIES = 7
+"""Copies of an image during a request, those of a client in this process included: in base64 as an
+argument, in the body that is sent, in that received, and as a string there; and decoded."""
 _NORMS_OF_QUERIES = ("q_norm", "q_layernorm", "query_layernorm")
 
 
@@ -207,12 +211,14 @@ class ImageMemory:
     Attributes:
         count: Number of different ones in the step.
         each: What is kept of one: as it was sent, the tower's inputs, and its features.
+        reading: Maximum while the processor makes the tower's inputs.
         computing: Maximum while features are computed.
         saved: Kept of one for the backward pass; 0 if the tower is frozen.
     """
 
     count: int
     each: tuple[int, int, int]
+    reading: int
     computing: int
     saved: int
 
@@ -242,9 +248,16 @@ class ImageMemory:
         return ImageMemory(
             count=round(tasks * (len(shared) + group * own)),
             each=(len(kept[0][0]), *(sum(map(_bytes, tensors)) for tensors in kept[1:])),
+            reading=_traced(lambda: vision.process(largest)),
             computing=live.peak,
             saved=live.now if trained else 0,
         )
+
+    def generating(self, requests: int, readers: int) -> int:
+        """Bytes that requests with an image each take at once, beside their keys and values, while
+        `readers` of them are read."""
+        of_requests = requests * _COPIES * self.each[0] + min(requests, readers) * self.reading
+        return self.kept + self.computing + of_requests
 
     @property
     def kept(self) -> int:
@@ -253,6 +266,21 @@ class ImageMemory:
             min(self.count * each, most)
             for each, most in zip(self.each, (ALBUM.memory, KEPT, KEPT), strict=True)
         )
+
+
+def _traced(work: Callable[[], object]) -> int:
+    """Bytes that Python and NumPy allocate during `work`, at most."""
+    already = tracemalloc.is_tracing()
+    if not already:
+        tracemalloc.start()
+    tracemalloc.reset_peak()
+    before = tracemalloc.get_traced_memory()[0]
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1] - before
+    finally:
+        if not already:
+            tracemalloc.stop()
 
 
 def _images(ids: Iterable[int]) -> set[str]:

@@ -1,4 +1,5 @@
-"""The number of threads for a step (one, or all that torch uses), and steps next to an event loop.
+"""The number of threads for a step (one, or all that torch uses), steps next to an event loop, and
+memory that the process returns to the system.
 
 Threads wait for each other at every operation. A step of a small model has a thousand operations,
 each shorter than the waiting: with two threads, one request of a model of 0.8M parameters is
@@ -8,6 +9,7 @@ generated at a third of the speed. For a large model's products threads pay off.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +24,17 @@ threads and products of 0.2 to 230 million: 0.4 to 0.9 times the speed of one th
 0.9 to 1.6 times above."""
 _TURN, _LONG_TURN = 0.0002, 0.02
 """Seconds of one round of an idle loop, and of one wait of a loop for a step."""
+
+
+def return_memory() -> None:
+    """Return freed memory to the system.
+
+    glibc keeps freed blocks of up to 32 MB, of each thread apart and often in fragments; other C
+    libraries return memory themselves.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 class FewThreads:

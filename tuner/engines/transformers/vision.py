@@ -32,12 +32,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tuner.engines.images import ALBUM, IMAGE_IDS, ImageError, ImageLimits
+from tuner.engines.transformers.threads import return_memory
 from tuner.errors import ConfigError, MissingDependencyError, pip_install
 
 Ints = NDArray[np.int64]
 
 KEPT = 1 << 28
 """Bytes of features, and of pixels, that are kept for the next pass."""
+_LARGE = 1 << 22
+"""Bytes of an image's pixels from which returning freed memory to the system pays off."""
 # Outputs of image processors that only their processor reads.
 _PROMPT_ONLY = ("rows", "cols", "num_patches", "num_crops")
 
@@ -114,13 +117,16 @@ class Vision:
         """
         known = self._pixels.get(sha256)
         if known is None:
-            self._read[sha256], known = self._processed(sha256)
+            self._read[sha256], known = self.process(sha256)
+            if sum(map(_bytes, known.values())) >= _LARGE:
+                return_memory()  # of the processor's arrays, in this thread
             with self._lock:
                 self._pixels[sha256] = known
                 _shorten(self._pixels, lambda one: one.values())
         return known
 
-    def _processed(self, sha256: str) -> tuple[_Read, dict[str, Any]]:
+    def process(self, sha256: str) -> tuple[_Read, dict[str, Any]]:
+        """`read` and `pixels` of an image, made now."""
         image = ALBUM.open(sha256)
         try:
             settings = self.processor._merge_kwargs(
@@ -365,10 +371,14 @@ class Vision:
 
 def _shorten(kept: OrderedDict[str, Any], tensors: Callable[[Any], Iterable[Any]]) -> None:
     """Drop the oldest entries whose tensors are too many bytes, but for the last one."""
-    size = sum(getattr(t, "nbytes", 0) for one in kept.values() for t in tensors(one))
+    size = sum(_bytes(t) for one in kept.values() for t in tensors(one))
     while size > KEPT and len(kept) > 1:
         _, dropped = kept.popitem(last=False)
-        size -= sum(getattr(t, "nbytes", 0) for t in tensors(dropped))
+        size -= sum(map(_bytes, tensors(dropped)))
+
+
+def _bytes(value: Any) -> int:
+    return int(getattr(value, "nbytes", 0))
 
 
 def vision_of(model: Any) -> Vision | None:

@@ -7,7 +7,6 @@ through the model.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
 import time
@@ -27,6 +26,7 @@ from tuner.engines.base import SamplingParams
 from tuner.engines.grammar import Grammars
 from tuner.engines.transformers.model_shape import layer_windows, length_limit, probe_length
 from tuner.engines.transformers.passes import causal_model
+from tuner.engines.transformers.threads import return_memory
 from tuner.engines.transformers.vision import vision_of
 from tuner.errors import ConfigError, TrainingError
 from tuner.training.batch import Row
@@ -83,22 +83,16 @@ HEAP_BLOCK = 32 << 20
 
 
 def memory_return(model: nn.Module) -> Callable[[], None] | None:
-    """A function that returns freed memory to the system, for a large model on the CPU; else None.
+    """`return_memory` for a large model on the CPU, or one that reads images; else None.
 
-    glibc keeps freed blocks of up to 32 MB. Generation and micro-batches of other lengths leave
-    them in fragments, and so do a layer's temporary values between those that are kept for the
-    backward pass: without this each layer would add to the peak of the process.
+    Generation and micro-batches of other lengths leave freed memory in fragments, and so do a
+    layer's temporary values between those that are kept for the backward pass: without this each
+    layer would add to the peak of the process.
     """
     weights = list(model.parameters())
     size = sum(weight.numel() * weight.element_size() for weight in weights)
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
-    if trim is None or size < _LARGE or weights[0].device.type != "cpu":
-        return None
-
-    def between() -> None:
-        trim(0)
-
-    return between
+    large = size >= _LARGE or vision_of(model) is not None
+    return return_memory if large and weights[0].device.type == "cpu" else None
 
 
 class Room:
