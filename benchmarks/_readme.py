@@ -16,11 +16,11 @@ from benchmarks.gpu.check import CHECKS, SLICES
 
 HERE = Path(__file__).parent
 TOPICS = {
-    "training": "advice agent_step async layouts overhead token_tree train_step "
+    "training": "advice agent_step async deterministic layouts overhead token_tree train_step "
     "trinity_experiences",
     "learning": "algorithms bandits branching credit curriculum examples history learning "
     "rebase task_sets two_roles",
-    "models": "real_models real_sizes",
+    "models": "image_memory real_models real_sizes",
     "serving": "promotion serve served_learning serving_queue",
     "operation": "engine gateway speculation startup stores trace_store viewer workers",
 }

@@ -39,7 +39,7 @@ SIZES = {"patch_size": 16, "temporal_patch_size": 2}
 TEXT = {
     "hidden_size": 576,
     "intermediate_size": 1536,
-    "num_hidden_layers": 10,
+    "num_hidden_layers": 6,
     "num_attention_heads": 9,
     "num_key_value_heads": 3,
     "head_dim": 64,
@@ -54,14 +54,14 @@ TEXT = {
 }
 TOWER = {
     **SIZES,
-    "depth": 12,
+    "depth": 4,
     "hidden_size": 768,
     "intermediate_size": 3072,
     "num_heads": 12,
     "spatial_merge_size": 2,
     "out_hidden_size": TEXT["hidden_size"],
     "num_position_embeddings": 2304,
-    "deepstack_visual_indexes": [5],
+    "deepstack_visual_indexes": [1],
 }
 REWARDS = itertools.cycle((0.0, 1.0))
 

@@ -387,6 +387,7 @@ def run_ahead(folder: Path, *overrides: str, stalest: Sequence[int] = (0, 1, 1, 
         run_rollouts(
             folder,
             "tuner.deterministic=false",
+            "tuner.layout=tree",  # `auto` depends on timing
             "synchronizer.sync_offset=1",
             "explorer.runner_per_model=1",
             f"buffer.total_steps={steps}",

@@ -13,6 +13,8 @@ from tuner.runs.directory import TRAINER_STATE
 
 BFLOAT16 = ("tuner.dtype=bfloat16", "trainer.save_interval=0", "algorithm.optimizer.lr=1e-4")
 
+PARTS = ("scoring", "critic", "forward", "backward", "optimizer")
+
 
 def tune(model, root, *overrides):
     return run_local(
@@ -66,21 +68,40 @@ def test_every_diagnostic_is_in_every_step_of_training(straight):
         "tokens/unique",
         "tokens/row",
         "tokens_per_second",
+        "time/engine",
         "train/advantage_std",
+        "train/backward_seconds",
         "train/clip_fraction",
         "train/effective_sample_size",
         "train/entropy",
+        "train/forward_seconds",
         "train/grad_norm",
         "train/kl_behaviour",
         "train/kl_reference",
         "train/logprob_mismatch_max",
         "train/logprob_mismatch_mean",
+        "train/optimizer_seconds",
         "train/row_tokens_per_second",
         "train/unique_tokens_per_second",
     }
     assert len(rows) == 3
     for row in rows:
         assert wanted <= json.loads(row).keys()
+
+
+def test_the_seconds_of_a_step_add_up(straight):
+    rows = (straight.run_dir / "metrics.jsonl").read_text().splitlines()[1:]
+    for row in map(json.loads, rows):
+        waited, trained = row["time/idle"], row["time/training"]
+        assert row["time/generation"] + row["time/agent"] + row["time/judge"] == pytest.approx(
+            waited
+        )
+        whole = waited + trained + row["time/sync"] + row.get("time/evaluation", 0.0)
+        # The rest is a few lines of Python; it is more where the interpreter is taken away.
+        assert 0 <= row["time/step"] - whole <= max(0.03 * row["time/step"], 0.5)
+        parts = [row.get(f"train/{part}_seconds", 0.0) for part in PARTS]
+        assert 0.5 * trained < sum(parts) <= trained
+        assert 0 < row["time/engine"] < row["time/step"]
 
 
 def test_a_run_does_not_go_on_in_another_precision(random_model_path, straight):

@@ -16,10 +16,12 @@ from tuner.engines.images import ALBUM
 from tuner.engines.transformers.vision import vision_of, vision_parameters
 from tuner.errors import ConfigError
 from tuner.runs.models import load_model
+from tuner.tools.check import check_run
 from tuner.tools.export import export
 from tuner.traces.store import read_traces
 from tuner.training.batch import build_batch
 from tuner.training.forward.layouts import exact_forward
+from tuner.tune import prepare
 
 
 async def look(task, model):
@@ -153,6 +155,19 @@ def test_an_evaluation_keeps_the_images(folder, tmp_path):
     (file,) = (tmp_path / "out").rglob("*.jsonl")
     traces = list(read_traces(file))
     assert [len(call.images) for trace in traces for call in trace.calls] == [1, 2, 1, 2]
+
+
+def test_check_counts_the_memory_of_images(folder, tmp_path):
+    overrides = [
+        f"model.model_path={folder}",
+        f"checkpoint_root_dir={tmp_path}",
+        "buffer.batch_size=2",
+        "buffer.total_steps=1",
+        "algorithm.repeat_times=3",
+    ]
+    tasks = [{"seed": seed} for seed in range(2)]
+    text = check_run(prepare(look, judge, train_dataset=tasks, overrides=overrides)).text
+    assert "; both include 0.00 for 2 images" in text
 
 
 def test_an_exported_model_is_loaded_by_transformers(tmp_path):

@@ -9,10 +9,15 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.engines.models import prompt
 from tests.kit.builders import call, trace
+from tests.kit.models import png, vision_model
 from tests.training.configured import training
 from tuner.config.algorithms import EntropyLoss, KLLoss
-from tuner.training.batch import build_batch
+from tuner.engines import SamplingParams
+from tuner.engines.images import ALBUM, ImageLimits
+from tuner.engines.transformers.vision import KEPT, train_vision
+from tuner.training.batch import Row, build_batch
 from tuner.training.forward import head
+from tuner.training.memory import ImageMemory
 from tuner.training.trainer import PolicyTrainer
 
 WIDTH = 8
@@ -104,3 +109,35 @@ def test_a_checkpointed_layer_adds_a_fifth_of_the_memory_that_a_kept_one_adds():
         for checkpointed in (True, False)
     ]
     assert added[0] < added[1] / 5
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+def test_images_are_counted_and_one_of_them_is_measured(trained):
+    model, _ = vision_model("qwen3_vl")
+    if trained:
+        train_vision(model)
+    content = [png(16 * side, 16, seed=side) for side in (1, 2, 3)]
+    shared, own, large = (ALBUM.add(one, ImageLimits()) for one in content)
+    sampling = SamplingParams(max_tokens=2)
+    rows = [
+        Row(str(rollout), rollout, (1, *ids, 2), (3, 4), (0.0, 0.0), sampling)
+        for rollout, ids in enumerate(
+            (
+                (*model.vision.ids(shared), *model.vision.ids(own)),
+                (*model.vision.ids(shared), *model.vision.ids(large)),
+            )
+        )
+    ]
+    found = ImageMemory.of(model, rows, tasks=5, group=8)
+    assert found.count == 5 * (1 + 8)
+    pixels = sum(t.nbytes for t in model.vision.pixels(large).values())
+    tables = model.vision.compute(model, large)
+    assert found.each == (len(content[2]), pixels, sum(table.nbytes for table in tables))
+    assert found.kept == 45 * sum(found.each) < KEPT
+    # Also what becomes of the pixels on the way.
+    assert found.computing > found.each[1] + found.each[2]
+    assert found.reading > found.each[1]
+    assert (found.saved > found.each[2]) is trained
+    assert (
+        ImageMemory.of(model, [Row("t", 0, (1,), (2,), (0.0,), sampling)], tasks=1, group=2) is None
+    )

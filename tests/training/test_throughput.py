@@ -97,6 +97,33 @@ def test_an_update_reports_tokens_per_second_and_on_a_cpu_no_mfu():
     assert not {"mfu", "peak_memory_gib"} & metrics.keys()
 
 
+def test_the_seconds_of_parts_are_those_since_the_last_update():
+    throughput, metrics = Throughput(tiny_model(), torch.device("cpu")), {}
+    with mock.patch(
+        "time.perf_counter", side_effect=[0.0, 1.0, 10.0, 12.0, 15.0, 20.0, 24.0, 25.0]
+    ):
+        with throughput.part("scoring"):
+            pass
+        with throughput.of(ROWS, 1, metrics):
+            for _ in range(2):
+                with throughput.part("forward"):
+                    pass
+    assert (metrics["scoring_seconds"], metrics["forward_seconds"]) == (1.0, 3.0 + 4.0)
+    throughput._device = torch.device("cuda")
+    with (
+        mock.patch.multiple(
+            "torch.cuda",
+            synchronize=mock.DEFAULT,
+            reset_peak_memory_stats=mock.DEFAULT,
+            max_memory_allocated=lambda device: 0,
+        ),
+        throughput.part("forward"),
+        throughput.of(ROWS, 1, on_gpu := {}),
+    ):
+        pass
+    assert not any(name.endswith("_seconds") for name in on_gpu)
+
+
 def test_a_gpu_whose_peak_is_unknown_is_said_once(caplog):
     model = tiny_model()
     caplog.set_level("INFO", "tuner")
