@@ -1,6 +1,6 @@
 """Memory of a step with 64 images of one megapixel, beside what `tuner check` predicts.
 
-A random model in the shape of Qwen3-VL with 0.13B parameters, in a separate process: 32 tasks, each
+A random model in the shape of Qwen3-VL with 75M parameters, in a separate process: 32 tasks, each
 with two images, and two rollouts of each task. An image becomes 1,024 tokens. Memory is the most
 that was resident without what was resident before the model was loaded; a run of the tiny model
 imports what there is before.
@@ -25,8 +25,10 @@ from _report import Row, report
 from openai import AsyncOpenAI
 from real_models import in_a_process, said_by_check, seconds_or_less
 from real_sizes import GIB, TINY, Agent, resident
-from transformers import GenerationConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import GenerationConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLForConditionalGeneration
 
 from tests.kit.models import png, vision_tokenizer
 from tuner import WorkflowOutput, tune

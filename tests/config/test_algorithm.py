@@ -35,7 +35,8 @@ def refusal(*overrides):
 
 
 def test_nothing_set_is_the_trainers_own_defaults():
-    found, default = settings(), training(total_steps=10, max_tokens_per_micro_batch=16384)
+    default = training(total_steps=10, max_tokens_per_micro_batch=16384, layout="auto")
+    found = settings()
     assert found.model_dump(exclude={"name"}) == default.model_dump(exclude={"name"})
 
 

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from tests.kit import forked, recorded_runs
 from tests.kit.agents import answer
+from tests.loop.test_resume import without_times
 from tuner import AlgorithmConfig, TunerModelConfig, WorkflowOutput, tune
 from tuner.cli import app
 from tuner.errors import ConfigError, DatasetError, FunctionError
@@ -294,17 +295,6 @@ def test_check_shows_what_is_trained_and_writes_nothing(file):
 
 def weights(result):
     return load_file(result.checkpoint / "model.safetensors")
-
-
-def without_times(history):
-    return [
-        {
-            name: value
-            for name, value in row.items()
-            if not name.startswith(("time/", "rollout_seconds/")) and name != "tokens_per_second"
-        }
-        for row in history
-    ]
 
 
 def test_a_killed_run_ends_with_the_same_weights(random_model_path, tmp_path):

@@ -5,6 +5,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -55,14 +56,12 @@ def straight(random_model_path, tmp_path_factory):
     return tune(runs.config(random_model_path, tmp_path_factory.mktemp("straight")))
 
 
+TIMES = re.compile(r"^(time|rollout_seconds)/|_per_second$|_seconds$")
+
+
 def without_times(history):
     return [
-        {
-            name: value
-            for name, value in row.items()
-            if not name.startswith(("time/", "rollout_seconds/")) and "per_second" not in name
-        }
-        for row in history
+        {name: value for name, value in row.items() if not TIMES.search(name)} for row in history
     ]
 
 

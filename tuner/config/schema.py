@@ -1811,9 +1811,9 @@ class TunerSection(Section):
         default="auto",
         description="How a micro-batch is computed: each distinct token once (`tree`), or rows "
         "of calls, concatenated (`packed`) or side by side (`padded`). `auto`: for each step the "
-        "fastest, by the time that passes take on this machine; with `tuner.deterministic` "
-        "`tree`. If the model does not support a layout, the next one is used and the reason is "
-        "logged. The gradient is the same.",
+        "one that takes least time by its passes, tokens and attended pairs; with "
+        "`tuner.deterministic` `tree`. If the model does not support a layout, the next one is "
+        "used and the reason is logged. The gradient is the same.",
     )
     auxiliary_models: Annotated[dict[str, RemoteModel], null_is(dict)] = Field(
         default_factory=dict,

@@ -221,7 +221,9 @@ def _without_secrets(message: Any) -> Any:
 
 def _without_signature(part: Any) -> Any:
     image = part.get("image_url") if isinstance(part, dict) else None
-    url = image.get("url") if isinstance(image, dict) else None
+    if not isinstance(image, dict):
+        return part
+    url = image.get("url")
     if not isinstance(url, str) or not url.lower().startswith(("http://", "https://")):
         return part
     shown = re.sub(r"(?<=//)[^/?#]*@", "", url)

@@ -244,10 +244,10 @@ class ImageMemory:
         trained = vision.trained
         with torch.set_grad_enabled(trained), _LiveBytes() as live:
             tables = vision.compute(model, largest)
-        kept = [ALBUM.content(largest)], vision.pixels(largest).values(), tables
+        pixels = sum(map(_bytes, vision.pixels(largest).values()))
         return ImageMemory(
             count=round(tasks * (len(shared) + group * own)),
-            each=(len(kept[0][0]), *(sum(map(_bytes, tensors)) for tensors in kept[1:])),
+            each=(len(ALBUM.content(largest)), pixels, sum(map(_bytes, tables))),
             reading=_traced(lambda: vision.process(largest)),
             computing=live.peak,
             saved=live.now if trained else 0,
@@ -295,7 +295,7 @@ class _LiveBytes(TorchDispatchMode):
     """Bytes of the tensors that are made in the block, now and at most."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types
         self._sizes: dict[int, int] = {}
         self.now = self.peak = 0
 
