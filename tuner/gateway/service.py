@@ -25,6 +25,7 @@ EVENT_STREAM = "text/event-stream"
 
 # Not asyncio's default threads: agents may block all of those while waiting for work done here.
 LONG_THREADS = 4
+"""Threads that read long requests."""
 _LONG_WORK = ThreadPoolExecutor(LONG_THREADS, "tuner-prompts")
 
 
