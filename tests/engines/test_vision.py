@@ -3,9 +3,11 @@
 import asyncio
 from itertools import pairwise
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+from transformers.models.auto import processing_auto
 
 from tests.kit.models import VISION, png, vision_model
 from tuner.engines import SamplingParams
@@ -99,3 +101,13 @@ def test_a_processor_that_reads_images_together_is_refused():
     settings = SimpleNamespace(model_type="llava_onevision")
     with pytest.raises(ConfigError, match="once another follows it"):
         load_processor("", settings, None)
+
+
+def test_a_processor_that_needs_another_package_is_refused_with_its_name():
+    """Pixtral's, where torchvision is missing."""
+    missing = ImportError("No module named 'torchvision'")
+    with (
+        mock.patch.object(processing_auto, "processor_class_from_name", side_effect=missing),
+        pytest.raises(ConfigError, match=r"type 'mistral3' cannot be loaded: .*'torchvision'"),
+    ):
+        load_processor("", SimpleNamespace(model_type="mistral3"), None)

@@ -51,10 +51,15 @@ _TEXT = {
     "bos_token_id": None,
 }
 _TOWER = {"intermediate_size": 32, "hidden_size": 16, "initializer_range": 0.3}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 _TOKENS = {
     "qwen": ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"],
     "idefics3": ["<image>", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>"],
     "internvl": ["<IMG_CONTEXT>", "<img>", "</img>", "<video>"],
+    "glm4v": [
+        f"<|{mark}{kind}|>" for kind in ("image", "video") for mark in ("", "begin_of_", "end_of_")
+    ],
+    "llava": ["<image>"],
 }
 
 
@@ -80,6 +85,7 @@ def _qwen(version: int) -> tuple[Any, Any, Any]:
     import transformers
     from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
     from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
     spoken, ids = vision_tokenizer()
@@ -88,22 +94,88 @@ def _qwen(version: int) -> tuple[Any, Any, Any]:
         **sizes, merge_size=2, size={"shortest_edge": 64, "longest_edge": 2048}
     )
     vision = {**_TOWER, **sizes, "num_heads": 2, "spatial_merge_size": 2, "out_hidden_size": 32}
-    if version == 2:
+    if version == 1:
+        vision |= {"depth": 1, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
+        kind, processor = "Qwen2VL", Qwen2VLProcessor
+    elif version == 2:
         vision |= {"depth": 1, "window_size": 16, "fullatt_block_indexes": [0]}
         kind, processor = "Qwen2_5_VL", Qwen2_5_VLProcessor
     else:  # its first layers are given features of the tower's first layer, too
         vision |= {"depth": 2, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
         kind, processor = "Qwen3VL", Qwen3VLProcessor
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
-    text = {**_TEXT, "vocab_size": len(spoken), "eos_token_id": spoken.eos_token_id}
     config = getattr(transformers, f"{kind}Config")(
-        text_config={**text, "rope_parameters": rope},
+        text_config={**_text_of(spoken), "rope_parameters": _ROPE},
         vision_config=vision,
         tie_word_embeddings=False,
         **ids,
     )
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
     return model, processor, (spoken, images, {})
+
+
+def _text_of(spoken: Any) -> dict[str, Any]:
+    return {**_TEXT, "vocab_size": len(spoken), "eos_token_id": spoken.eos_token_id}
+
+
+def _glm4v() -> tuple[Any, Any, Any]:
+    from transformers import Glm4vConfig, Glm4vForConditionalGeneration
+    from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+    from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
+
+    spoken = _vision_tokenizer("glm4v", "<|begin_of_image|><|image|><|end_of_image|>")
+    parts = (
+        f"{kind}{part}_token_id" for kind in ("image", "video") for part in ("", "_start", "_end")
+    )
+    ids = dict(zip(parts, spoken.convert_tokens_to_ids(_TOKENS["glm4v"]), strict=True))
+    sizes = {"patch_size": 4, "temporal_patch_size": 2}
+    images = Glm4vImageProcessorPil(
+        **sizes, merge_size=2, size={"shortest_edge": 64, "longest_edge": 4096}
+    )
+    tower = {**_TOWER, **sizes, "depth": 1, "num_heads": 2, "spatial_merge_size": 2}
+    config = Glm4vConfig(
+        text_config={
+            **_text_of(spoken),
+            "pad_token_id": spoken.pad_token_id,
+            "rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0},
+        },
+        vision_config={**tower, "out_hidden_size": 32, "image_size": 32},
+        tie_word_embeddings=False,
+        **ids,
+    )
+    return Glm4vForConditionalGeneration(config), Glm4vProcessor, (spoken, images, {})
+
+
+def _llava() -> tuple[Any, Any, Any]:
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    from transformers.models.llava.processing_llava import LlavaProcessor
+
+    spoken = _vision_tokenizer("llava", "<image>")
+    images = CLIPImageProcessorPil(
+        size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}
+    )
+    config = LlavaConfig(
+        text_config={**_text_of(spoken), "model_type": "llama"},
+        vision_config={
+            **_TOWER,
+            "model_type": "clip_vision_model",
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "patch_size": 4,
+            "image_size": 16,
+            "projection_dim": 16,
+        },
+        image_token_id=spoken.convert_tokens_to_ids("<image>"),
+        image_seq_length=16,
+        vision_feature_layer=-1,
+        tie_word_embeddings=False,
+    )
+    settings = {
+        "patch_size": 4,
+        "vision_feature_select_strategy": "default",
+        "num_additional_image_tokens": 1,
+    }
+    return LlavaForConditionalGeneration(config), LlavaProcessor, (spoken, images, settings)
 
 
 def _idefics3() -> tuple[Any, Any, Any]:
@@ -179,11 +251,14 @@ def _internvl() -> tuple[Any, Any, Any]:
 
 
 _FAMILIES: dict[str, Any] = {
+    "qwen2_vl": lambda: _qwen(1),
     "qwen2_5_vl": lambda: _qwen(2),
     "qwen3_vl": lambda: _qwen(3),
     "idefics3": _idefics3,
     "smolvlm": _smolvlm,
     "internvl": _internvl,
+    "glm4v": _glm4v,
+    "llava": _llava,
 }
 VISION = tuple(_FAMILIES)
 """Families of vision models, as `vision_model` builds them."""

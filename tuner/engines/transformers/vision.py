@@ -488,10 +488,16 @@ def load_processor(folder: str, config: Any, tokenizer: Any) -> tuple[Any, Mappi
             f"{pip_install('vision')}"
         )
     known: Any = processing_auto
-    name = known.PROCESSOR_MAPPING_NAMES.get(config.model_type)
-    cls = known.processor_class_from_name(name) if name else None
+    kind = config.model_type
+    name = known.PROCESSOR_MAPPING_NAMES.get(kind)
+    try:
+        cls = known.processor_class_from_name(name) if name else None
+    except ImportError as error:  # some need torchvision
+        raise ConfigError(
+            f"the processor of models of type {kind!r} cannot be loaded: {error}"
+        ) from error
     if cls is None:
-        raise ConfigError(f"transformers has no processor for models of type {config.model_type!r}")
+        raise ConfigError(f"transformers has no processor for models of type {kind!r}")
     try:
         images = AutoImageProcessor.from_pretrained(folder, backend="pil")
         found = {
