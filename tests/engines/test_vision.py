@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.models.auto import processing_auto
 
-from tests.kit.models import VISION, png, vision_model
+from tests.kit.models import STATEFUL, VISION, png, vision_model
 from tuner.engines import SamplingParams
 from tuner.engines.images import ALBUM, ImageLimits
 from tuner.engines.transformers.engine import TransformersEngine
@@ -60,7 +60,7 @@ def test_recorded_logprobs_are_those_of_the_models_own_pass(family, deterministi
     """One after the other with prefix reuse, at once, and after the weights changed."""
     model, tokenizer = vision_model(family)
     engine = TransformersEngine(model, tokenizer, max_model_len=512, deterministic=deterministic)
-    assert engine.batched is not deterministic
+    assert engine.batched is not (deterministic or family in STATEFUL)
     asked = prompts(model.vision)
 
     async def run():
@@ -77,7 +77,7 @@ def test_recorded_logprobs_are_those_of_the_models_own_pass(family, deterministi
         await engine.close()
 
     asyncio.run(run())
-    if not deterministic:
+    if engine.batched:
         assert engine.stats.prompt_tokens_reused
 
 
@@ -97,10 +97,13 @@ def test_a_model_that_computes_something_else_is_refused():
         model.vision.check(model)
 
 
-def test_a_processor_that_reads_images_together_is_refused():
-    settings = SimpleNamespace(model_type="llava_onevision")
-    with pytest.raises(ConfigError, match="once another follows it"):
-        load_processor("", settings, None)
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [("llava_onevision", "once another follows it"), ("gemma3", "in both directions")],
+)
+def test_a_family_that_reads_images_in_another_way_is_refused(kind, why):
+    with pytest.raises(ConfigError, match=why):
+        load_processor("", SimpleNamespace(model_type=kind), None)
 
 
 def test_a_processor_that_needs_another_package_is_refused_with_its_name():

@@ -81,7 +81,7 @@ def vision_tokenizer() -> tuple[Any, dict[str, int]]:
     return spoken, {f"{name}_token_id": id_ for name, id_ in ids}
 
 
-def _qwen(version: int) -> tuple[Any, Any, Any]:
+def _qwen(kind: str) -> tuple[Any, Any, Any]:
     import transformers
     from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -94,20 +94,24 @@ def _qwen(version: int) -> tuple[Any, Any, Any]:
         **sizes, merge_size=2, size={"shortest_edge": 64, "longest_edge": 2048}
     )
     vision = {**_TOWER, **sizes, "num_heads": 2, "spatial_merge_size": 2, "out_hidden_size": 32}
-    if version == 1:
+    text = {**_text_of(spoken), "rope_parameters": _ROPE}
+    processor = Qwen3VLProcessor
+    if kind == "Qwen2VL":
         vision |= {"depth": 1, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
-        kind, processor = "Qwen2VL", Qwen2VLProcessor
-    elif version == 2:
+        processor = Qwen2VLProcessor
+    elif kind == "Qwen2_5_VL":
         vision |= {"depth": 1, "window_size": 16, "fullatt_block_indexes": [0]}
-        kind, processor = "Qwen2_5_VL", Qwen2_5_VLProcessor
-    else:  # its first layers are given features of the tower's first layer, too
+        processor = Qwen2_5_VLProcessor
+    elif kind == "Qwen3VL":  # its first layers are given features of the tower's first layer, too
         vision |= {"depth": 2, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
-        kind, processor = "Qwen3VL", Qwen3VLProcessor
+    else:
+        vision |= {"depth": 1, "num_position_embeddings": 16}
+        heads = {f"linear_num_{part}_heads": 2 for part in ("key", "value")}
+        widths = {f"linear_{part}_head_dim": 8 for part in ("key", "value")}
+        text |= {"layer_types": ["linear_attention", "full_attention"], **heads, **widths}
+        text["rope_parameters"] = _ROPE | {"partial_rotary_factor": 1.0}
     config = getattr(transformers, f"{kind}Config")(
-        text_config={**_text_of(spoken), "rope_parameters": _ROPE},
-        vision_config=vision,
-        tie_word_embeddings=False,
-        **ids,
+        text_config=text, vision_config=vision, tie_word_embeddings=False, **ids
     )
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
     return model, processor, (spoken, images, {})
@@ -251,9 +255,10 @@ def _internvl() -> tuple[Any, Any, Any]:
 
 
 _FAMILIES: dict[str, Any] = {
-    "qwen2_vl": lambda: _qwen(1),
-    "qwen2_5_vl": lambda: _qwen(2),
-    "qwen3_vl": lambda: _qwen(3),
+    "qwen2_vl": lambda: _qwen("Qwen2VL"),
+    "qwen2_5_vl": lambda: _qwen("Qwen2_5_VL"),
+    "qwen3_vl": lambda: _qwen("Qwen3VL"),
+    "qwen3_5": lambda: _qwen("Qwen3_5"),
     "idefics3": _idefics3,
     "smolvlm": _smolvlm,
     "internvl": _internvl,
@@ -262,6 +267,8 @@ _FAMILIES: dict[str, Any] = {
 }
 VISION = tuple(_FAMILIES)
 """Families of vision models, as `vision_model` builds them."""
+STATEFUL = ("qwen3_5",)
+"""Those that keep a state: computed in padded rows, and generated one request at a time."""
 
 
 def vision_model(family: str = "qwen2_5_vl", *, seed: int = 0) -> tuple[Any, Any]:

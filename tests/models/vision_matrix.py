@@ -97,11 +97,12 @@ def rest() -> str:
     """The model types of transformers that have no line in the table."""
     every = set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES) - set(VISION) - set(REFUSED)
     text = every & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    refused = [f"- Models of type `{name}` are refused: {why}." for name, why in REFUSED.items()]
+    refused = [f"- `{name}` is refused with images: {why}." for name, why in REFUSED.items()]
     return "\n".join(
         [
             *refused,
-            f"- Loaded as language models, without images: {_listed(text)}.",
+            f"- Loaded as language models, without images: {_listed(text)}. With "
+            "`tuner.images.load_vision` they are compared like those below.",
             "- Compared with their own forward pass when they are loaded, and refused if a result "
             f"differs: {_listed(every - text)}.",
             "",

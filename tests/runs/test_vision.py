@@ -119,6 +119,12 @@ def test_settings_that_do_not_support_images_are_refused_by_name(folder, tmp_pat
         run(folder, tmp_path, **settings)
 
 
+def test_a_model_of_text_has_no_vision_to_load(tmp_path):
+    folder = save_chat_model(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"load_vision is true, but models of type 'qwen3' read"):
+        run(folder, tmp_path, **{"tuner.images.load_vision": "true"})
+
+
 def test_a_model_of_text_has_no_vision_to_train(tmp_path):
     with pytest.raises(ConfigError, match="the model reads text only"):
         run(save_chat_model(tmp_path / "model"), tmp_path, **CASES["trained"])
@@ -155,6 +161,34 @@ def test_an_evaluation_keeps_the_images(folder, tmp_path):
     (file,) = (tmp_path / "out").rglob("*.jsonl")
     traces = list(read_traces(file))
     assert [len(call.images) for trace in traces for call in trace.calls] == [1, 2, 1, 2]
+
+
+def test_a_model_of_both_forms_reads_images_where_that_is_asked_for(tmp_path):
+    """Qwen3.5: a run, its adapter as a candidate, and merged."""
+    folder = save_vision_model(tmp_path / "model", "qwen3_5")
+    on_cpu = {"device": torch.device("cpu"), "dtype": torch.float32}
+    assert vision_of(load_model(str(folder), **on_cpu)) is None
+    loaded = {"tuner.images.load_vision": "true"}
+    result = run(folder, tmp_path / "whole", **loaded)
+    (trained,) = (one for one in tmp_path.rglob("whole/**/step_000001") if one.is_dir())
+    assert vision_of(load_model(str(trained), **on_cpu)) is not None
+    assert result.history[-1]["train/logprob_mismatch_max"] < 1e-5
+
+    adapter = run(
+        folder, tmp_path / "adapter", **loaded, **{"model.lora_configs": "[{lora_rank: 2}]"}
+    )
+    evaluate(
+        look,
+        judge,
+        {"held-out": [{"seed": 0}]},
+        candidates=adapter.run_dir,
+        overrides=[f"model.model_path={folder}", "tuner.device=cpu"],
+        output=tmp_path / "out",
+    )
+    (file,) = (tmp_path / "out").rglob("*.jsonl")
+    assert [call.images for trace in read_traces(file) for call in trace.calls]
+    export(adapter.run_dir, tmp_path / "merged", merge=True)
+    assert vision_of(load_model(str(tmp_path / "merged"), **on_cpu)) is not None
 
 
 def test_check_counts_the_memory_of_images(folder, tmp_path):

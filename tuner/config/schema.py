@@ -461,6 +461,11 @@ class ImagesSection(Section):
         min_length=1,
         description="Folder whose images requests may name by `file:` URLs. Not set: none.",
     )
+    load_vision: bool = Field(
+        default=False,
+        description="Load a model that transformers also has as a language model with its vision "
+        "tower, such as Qwen3.5, so that it reads images.",
+    )
     train_vision: bool = Field(
         default=False,
         description="Whether the vision tower, and what connects it to the language model, is "

@@ -25,10 +25,15 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 from urllib.request import url2pathname
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tuner.errors import MissingDependencyError, TunerError, pip_install
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+Ints = NDArray[np.int64]
 
 IMAGE_IDS = 1 << 24
 """The first id of an image's token; no vocabulary has as many."""
@@ -199,6 +204,33 @@ class _Content:
     file: Path | None = None
 
 
+@dataclass(frozen=True)
+class ImageOrder:
+    """Ids of images, renumbered by content: what is sorted must not depend on the order in which
+    this process has received them.
+
+    Attributes:
+        first: First ids of some images, ascending.
+        tokens: Number of tokens of each.
+        numbers: The first id of each in the order of their content.
+    """
+
+    first: Ints
+    tokens: Ints
+    numbers: Ints
+
+    def renumbered(self, ids: Ints) -> Ints:
+        """`ids` [T], with other ones for the images."""
+        image = np.searchsorted(self.first, ids, side="right") - 1
+        inside = (image >= 0) & (ids - self.first[image] < self.tokens[image])
+        return np.where(inside, ids + (self.numbers - self.first)[image], ids)
+
+    @property
+    def inverse(self) -> ImageOrder:
+        order = np.argsort(self.numbers)
+        return ImageOrder(self.numbers[order], self.tokens[order], self.first[order])
+
+
 class Album:
     """The images of this process: their bytes, and the ids of their tokens.
 
@@ -359,6 +391,20 @@ class Album:
     def image_at(self, id_: int) -> _Numbered:
         """The image that a token with this id belongs to."""
         return self._numbered[bisect_right(self._first, id_) - 1]
+
+    def order(self, ids: Ints) -> ImageOrder | None:
+        """The order of the images whose tokens are among these ids; None if there are none."""
+        seen = ids[ids >= IMAGE_IDS]
+        if not len(seen):
+            return None
+        places = np.unique(np.searchsorted(self._first, seen, side="right") - 1)
+        images = [self._numbered[place] for place in places if place >= 0]
+        numbers, start = {}, IMAGE_IDS
+        for image in sorted(images, key=lambda one: (one.sha256, one.tokens)):
+            numbers[image] = start
+            start += image.tokens + 1
+        columns = [(one.first, one.tokens, numbers[one]) for one in images]
+        return ImageOrder(*np.array(columns).T) if columns else None
 
     @property
     def end(self) -> int:

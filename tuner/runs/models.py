@@ -270,7 +270,12 @@ def _text(reader: Any, key: str) -> str:
 
 
 def load_model(
-    path: str, *, device: torch.device, dtype: torch.dtype, setting: str = "model.model_path"
+    path: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    setting: str = "model.model_path",
+    load_vision: bool = False,
 ) -> PreTrainedModel:
     """A transformers causal LM on `device`, in eval mode; raises ModelLoadError if there is none.
 
@@ -278,11 +283,12 @@ def load_model(
         path: Like `model.model_path`: a folder, a GGUF file, `package:NAME` or a name on the Hub.
         dtype: The dtype of its weights, whatever they were saved in.
         setting: The setting that named it, for the message.
+        load_vision: `tuner.images.load_vision`.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     folder = model_folder(path, setting)
-    images = reads_images(path, setting=setting)
+    images = reads_images(path, setting=setting, load_vision=load_vision)
     loader: Any = AutoModelForImageTextToText if images else AutoModelForCausalLM
     if (Path(path).expanduser() / ADAPTER_CONFIG).exists():
         raise ModelLoadError(_not_an_adapter(path, setting))
@@ -294,14 +300,28 @@ def load_model(
     model.to(device)  # type: ignore[arg-type]
     model.eval()
     if images:
+        if load_vision:
+            setattr(model.config, _READS_IMAGES, True)  # for checkpoints
         tokenizer = load_tokenizer(path, setting=setting)
         give_vision(model, load_processor(folder, model.config, tokenizer))
     return model
 
 
-def reads_images(path: str, *, setting: str = "model.model_path") -> bool:
-    """Whether a model is one of images and text that transformers has in no other form; those it
-    also has as language models read text only."""
+_READS_IMAGES = "reads_images"
+"""Name in the configuration of a model that was loaded with its vision tower."""
+
+
+def reads_images(
+    path: str, *, setting: str = "model.model_path", load_vision: bool = False
+) -> bool:
+    """Whether a model is loaded as one of images and text.
+
+    Models that transformers also has as language models read text only, unless `load_vision` is set
+    or the model is a checkpoint of one that was loaded so.
+
+    Raises:
+        ConfigError: `load_vision` is set and transformers has the model for text only.
+    """
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -309,9 +329,17 @@ def reads_images(path: str, *, setting: str = "model.model_path") -> bool:
 
     if (Path(path).expanduser() / ADAPTER_CONFIG).exists():
         return False
-    kind = load_settings(path, setting=setting).model_type
+    settings = load_settings(path, setting=setting)
+    kind = settings.model_type
+    if kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        if load_vision:
+            raise ConfigError(
+                f"tuner.images.load_vision is true, but models of type {kind!r} read text only: "
+                "set it to false"
+            )
+        return False
     text = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and not text
+    return load_vision or not text or getattr(settings, _READS_IMAGES, False)
 
 
 def _train_every_row(model: PreTrainedModel) -> None:

@@ -260,13 +260,16 @@ def build_stack(
     device = choose_device(config.tuner.device)
     path, adapter = config.model.model_path, None
     dtype = choose_dtype(config.tuner.dtype, device)
+    see = config.tuner.images.load_vision
     if not config.model.loras:
         setting = "model.model_path" if weights is None else "the checkpoint to resume from"
-        model = load_model(str(weights or path), device=device, dtype=dtype, setting=setting)
+        model = load_model(
+            str(weights or path), device=device, dtype=dtype, setting=setting, load_vision=see
+        )
         check_vision(config, model)
     else:
         require_peft()
-        model = load_model(path, device=device, dtype=dtype)
+        model = load_model(path, device=device, dtype=dtype, load_vision=see)
         check_vision(config, model)
         adapter = _adapter(model, config, weights)
     tokenizer = load_tokenizer(path)
@@ -415,7 +418,10 @@ def _trainer(
         reference = adapter.reference()
     elif config.uses_reference and stack.engine.version > 0:
         reference = load_model(
-            config.model.model_path, device=stack.model.device, dtype=stack.model.dtype
+            config.model.model_path,
+            device=stack.model.device,
+            dtype=stack.model.dtype,
+            load_vision=config.tuner.images.load_vision,
         )
     policy = stack.model if adapter is None else adapter.model
     return PolicyTrainer(

@@ -18,7 +18,7 @@ from tuner.config.source import GGUF, PACKAGE, lookup
 from tuner.encoding import NotText, read_text_file
 from tuner.errors import ConfigError, TunerError, quiet_library
 from tuner.runs.directory import MANIFEST, TRAINER_STATE, read_metrics
-from tuner.tools.candidates import Candidate, find_candidate
+from tuner.tools.candidates import LOAD_VISION, Candidate, find_candidate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -116,7 +116,9 @@ def _merged(candidate: Candidate, dtype: str | None) -> PreTrainedModel:
     from peft import PeftModel
 
     assert candidate.base is not None
-    model = _loaded(candidate.base, "float32")
+    stored = {} if candidate.run is None else candidate.run.stored_config()
+    see = bool(lookup(stored, LOAD_VISION))
+    model = _loaded(candidate.base, "float32", load_vision=see)
     with quiet_library("peft"):  # it uses deprecated names
         merged: Any = PeftModel.from_pretrained(model, candidate.path).merge_and_unload()
     own = load_settings(candidate.base).get_text_config().dtype or model.dtype
@@ -124,11 +126,12 @@ def _merged(candidate: Candidate, dtype: str | None) -> PreTrainedModel:
     return whole
 
 
-def _loaded(path: str, dtype: str) -> PreTrainedModel:
+def _loaded(path: str, dtype: str, *, load_vision: bool = False) -> PreTrainedModel:
     from tuner.runs.models import choose_device, choose_dtype, load_model
 
     device = choose_device("cpu")
-    return load_model(path, device=device, dtype=choose_dtype(dtype, device))
+    precision = choose_dtype(dtype, device)
+    return load_model(path, device=device, dtype=precision, load_vision=load_vision)
 
 
 def _save(candidate: Candidate, model: PreTrainedModel, folder: Path) -> None:

@@ -27,6 +27,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tuner.engines.images import ALBUM, ImageOrder
+
 IntArray = NDArray[np.int64]
 
 _LARGEST_ID = 2**32 - 1  # ids are sorted as 4 bytes each
@@ -97,7 +99,7 @@ class TokenTree:
         Raises:
             ValueError: A token id is negative or needs more than 32 bits.
         """
-        keys = sequence_keys(calls)
+        keys, images = _sequence_keys(calls)
         # Big-endian bytes of equal width sort like the ids, and a prefix before its extensions.
         distinct = sorted(set(keys))
         rank = {key: i for i, key in enumerate(distinct)}
@@ -112,6 +114,8 @@ class TokenTree:
         shared_D = _shared_with_previous(ids, depth, start_D, length_D)
         is_new = depth >= np.repeat(shared_D, length_D)
         token, depth = ids[is_new], depth[is_new]
+        if images is not None:
+            token = images.inverse.renumbered(token)
 
         prompt_C = [len(call.prompt_ids) for call in calls]
         completion_C = np.array([len(call.completion_ids) for call in calls], dtype=np.int64)
@@ -203,11 +207,16 @@ class TokenTree:
 
 
 def sequence_keys(calls: Sequence[HasIds]) -> list[bytes]:
-    """Each call's `prompt_ids + completion_ids` as bytes that compare like the ids, 4 per id.
+    """Each call's `prompt_ids + completion_ids` as bytes that compare like the ids, 4 per id, and
+    images like their content.
 
     Raises:
         ValueError: A token id is negative or needs more than 32 bits.
     """
+    return _sequence_keys(calls)[0]
+
+
+def _sequence_keys(calls: Sequence[HasIds]) -> tuple[list[bytes], ImageOrder | None]:
     length_C = [len(call.prompt_ids) + len(call.completion_ids) for call in calls]
     parts = ((call.prompt_ids, call.completion_ids) for call in calls)
     every_id = chain.from_iterable(chain.from_iterable(parts))
@@ -215,9 +224,12 @@ def sequence_keys(calls: Sequence[HasIds]) -> list[bytes]:
     for id_ in (ids.min(initial=0), ids.max(initial=0)):
         if not 0 <= id_ <= _LARGEST_ID:
             raise ValueError(f"{id_} is not a token id: ids are from 0 to {_LARGEST_ID}")
+    images = ALBUM.order(ids)
+    if images is not None:
+        ids = images.renumbered(ids)
     raw = ids.astype(">u4").tobytes()
     bounds = (4 * _starts(np.array(length_C, dtype=np.int64))).tolist()
-    return [raw[bounds[i] : bounds[i + 1]] for i in range(len(calls))]
+    return [raw[bounds[i] : bounds[i + 1]] for i in range(len(calls))], images
 
 
 def _shared_with_previous(

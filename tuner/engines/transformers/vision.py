@@ -229,7 +229,8 @@ class Vision:
     @staticmethod
     def _images(ids: Ints, seen: NDArray[np.bool_]) -> Sequence[Any]:
         found = {p.first: p for p in map(ALBUM.image_at, np.unique(ids[seen]).tolist())}
-        return list(found.values())
+        # Gradients add up in this order, which must not depend on that of arrival.
+        return sorted(found.values(), key=lambda one: one.sha256)
 
     def jumps(self, ids: Ints) -> Ints:
         """By how much each token shifts those after it: 0 but for the last ones of images."""
@@ -455,6 +456,8 @@ def _noise() -> bytes:
 REFUSED = {
     "llava_onevision": "their processor cuts an image into other tiles once another follows it, "
     "so the next request would not begin with the tokens of the one before",
+    "gemma3": "they attend to an image's tokens in both directions, and prefixes are computed "
+    "causally here",
 }
 _FILES = (
     "preprocessor_config.json",
@@ -481,7 +484,9 @@ def load_processor(folder: str, config: Any, tokenizer: Any) -> tuple[Any, Mappi
     from transformers.utils.hub import cached_file
 
     if (why := REFUSED.get(config.model_type)) is not None:
-        raise ConfigError(f"models of type {config.model_type!r} are not supported: {why}")
+        raise ConfigError(
+            f"models of type {config.model_type!r} are not supported with images: {why}"
+        )
     if Version(transformers.__version__) < Version("5.23"):
         raise MissingDependencyError(
             f"images need transformers 5.23, and {transformers.__version__} is installed: "
