@@ -129,7 +129,7 @@ def test_images_are_counted_and_one_of_them_is_measured(trained):
         )
     ]
     found = ImageMemory.of(model, rows, tasks=5, group=8)
-    assert found.count == 5 * (1 + 8)
+    assert (found.count, found.in_prompt) == (5 * (1 + 8), 2)
     pixels = sum(t.nbytes for t in model.vision.pixels(large).values())
     tables = model.vision.compute(model, large)
     assert found.each == (len(content[2]), pixels, sum(table.nbytes for table in tables))

@@ -210,6 +210,7 @@ class ImageMemory:
 
     Attributes:
         count: Number of different ones in the step.
+        in_prompt: Most of them in one rollout.
         each: What is kept of one: as it was sent, the tower's inputs, and its features.
         reading: Maximum while the processor makes the tower's inputs.
         computing: Maximum while features are computed.
@@ -217,6 +218,7 @@ class ImageMemory:
     """
 
     count: int
+    in_prompt: int
     each: tuple[int, int, int]
     reading: int
     computing: int
@@ -247,6 +249,7 @@ class ImageMemory:
         pixels = sum(map(_bytes, vision.pixels(largest).values()))
         return ImageMemory(
             count=round(tasks * (len(shared) + group * own)),
+            in_prompt=max(map(len, by_rollout.values())),
             each=(len(ALBUM.content(largest)), pixels, sum(map(_bytes, tables))),
             reading=_traced(lambda: vision.process(largest)),
             computing=live.peak,
@@ -254,10 +257,10 @@ class ImageMemory:
         )
 
     def generating(self, requests: int, readers: int) -> int:
-        """Bytes that requests with an image each take at once, beside their keys and values, while
+        """Bytes that requests take at once with their images, beside their keys and values, while
         `readers` of them are read."""
-        of_requests = requests * _COPIES * self.each[0] + min(requests, readers) * self.reading
-        return self.kept + self.computing + of_requests
+        sent = requests * self.in_prompt * _COPIES * self.each[0]
+        return self.kept + self.computing + sent + min(requests, readers) * self.reading
 
     @property
     def kept(self) -> int:
