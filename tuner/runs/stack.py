@@ -260,16 +260,20 @@ def build_stack(
     device = choose_device(config.tuner.device)
     path, adapter = config.model.model_path, None
     dtype = choose_dtype(config.tuner.dtype, device)
-    see = config.tuner.images.load_vision
+    load_vision = config.tuner.images.load_vision
     if not config.model.loras:
         setting = "model.model_path" if weights is None else "the checkpoint to resume from"
         model = load_model(
-            str(weights or path), device=device, dtype=dtype, setting=setting, load_vision=see
+            str(weights or path),
+            device=device,
+            dtype=dtype,
+            setting=setting,
+            load_vision=load_vision,
         )
         check_vision(config, model)
     else:
         require_peft()
-        model = load_model(path, device=device, dtype=dtype, load_vision=see)
+        model = load_model(path, device=device, dtype=dtype, load_vision=load_vision)
         check_vision(config, model)
         adapter = _adapter(model, config, weights)
     tokenizer = load_tokenizer(path)

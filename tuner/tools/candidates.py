@@ -68,6 +68,12 @@ class Candidate:
     roles: tuple[str, ...] = ()
 
     @property
+    def load_vision(self) -> bool:
+        """Whether its run has `tuner.images.load_vision`."""
+        stored = {} if self.run is None else self.run.stored_config()
+        return bool(lookup(stored, "tuner.images.load_vision"))
+
+    @property
     def recorded_base(self) -> str | None:
         """The model named in an adapter's config; None if this is not an adapter."""
         file = Path(self.path, *self.roles[:1], ADAPTER_CONFIG)
@@ -145,9 +151,6 @@ def _of_folder(folder: Path, run: RunDirectory | None) -> Candidate:
     return replace(candidate, base=str(base))
 
 
-LOAD_VISION = "tuner.images.load_vision"
-
-
 def of_configuration(config: RunConfig) -> list[Candidate]:
     """The model that a run starts from, and its newest checkpoint if there is one."""
     model, lora = config.model.model_path, config.model.lora
@@ -164,12 +167,12 @@ def with_weights(config: RunConfig, candidate: Candidate) -> RunConfig:
     weights: dict[str, Any] = {"model_path": candidate.base or candidate.path}
     weights |= {"lora_configs": (), "adapters": {}}
     adapter = partial(LoraSection, base_model_name=candidate.recorded_base)
-    stored = {} if candidate.run is None else candidate.run.stored_config()
     tuner = config.tuner
-    if lookup(stored, LOAD_VISION):
+    if candidate.load_vision:
         images = tuner.images.model_copy(update={"load_vision": True})
         tuner = tuner.model_copy(update={"images": images})
     if candidate.roles:
+        stored = {} if candidate.run is None else candidate.run.stored_config()
         known = lookup(stored, "model.adapters", {})
         weights["adapters"] = {role: FROZEN for role, one in known.items() if one == FROZEN} | {
             role: adapter(path=str(Path(candidate.path) / role)) for role in candidate.roles

@@ -18,7 +18,7 @@ from tuner.config.source import GGUF, PACKAGE, lookup
 from tuner.encoding import NotText, read_text_file
 from tuner.errors import ConfigError, TunerError, quiet_library
 from tuner.runs.directory import MANIFEST, TRAINER_STATE, read_metrics
-from tuner.tools.candidates import LOAD_VISION, Candidate, find_candidate
+from tuner.tools.candidates import Candidate, find_candidate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -116,9 +116,7 @@ def _merged(candidate: Candidate, dtype: str | None) -> PreTrainedModel:
     from peft import PeftModel
 
     assert candidate.base is not None
-    stored = {} if candidate.run is None else candidate.run.stored_config()
-    see = bool(lookup(stored, LOAD_VISION))
-    model = _loaded(candidate.base, "float32", load_vision=see)
+    model = _loaded(candidate.base, "float32", load_vision=candidate.load_vision)
     with quiet_library("peft"):  # it uses deprecated names
         merged: Any = PeftModel.from_pretrained(model, candidate.path).merge_and_unload()
     own = load_settings(candidate.base).get_text_config().dtype or model.dtype

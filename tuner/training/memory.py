@@ -63,7 +63,7 @@ from transformers import PreTrainedModel
 from tuner.config.schema import Layout
 from tuner.engines.images import ALBUM, IMAGE_IDS
 from tuner.engines.transformers.model_shape import head_width, layer_configs
-from tuner.engines.transformers.vision import KEPT, vision_of
+from tuner.engines.transformers.vision import KEPT, tensor_bytes, vision_of
 from tuner.traces import TokenTree
 from tuner.training.batch import Row
 from tuner.training.forward.head import LOGITS
@@ -246,11 +246,11 @@ class ImageMemory:
         trained = vision.trained
         with torch.set_grad_enabled(trained), _LiveBytes() as live:
             tables = vision.compute(model, largest)
-        pixels = sum(map(_bytes, vision.pixels(largest).values()))
+        pixels = sum(map(tensor_bytes, vision.pixels(largest).values()))
         return ImageMemory(
             count=round(tasks * (len(shared) + group * own)),
             in_prompt=max(map(len, by_rollout.values())),
-            each=(len(ALBUM.content(largest)), pixels, sum(map(_bytes, tables))),
+            each=(len(ALBUM.content(largest)), pixels, sum(map(tensor_bytes, tables))),
             reading=_traced(lambda: vision.process(largest)),
             computing=live.peak,
             saved=live.now if trained else 0,
@@ -288,10 +288,6 @@ def _traced(work: Callable[[], object]) -> int:
 
 def _images(ids: Iterable[int]) -> set[str]:
     return {ALBUM.image_at(id_).sha256 for id_ in ids if id_ >= IMAGE_IDS}
-
-
-def _bytes(value: object) -> int:
-    return value.nbytes if isinstance(value, Tensor) else 0
 
 
 class _LiveBytes(TorchDispatchMode):

@@ -31,11 +31,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from tuner.engines.images import ALBUM, IMAGE_IDS, ImageError, ImageLimits
+from tuner.engines.images import ALBUM, IMAGE_IDS, ImageError, ImageLimits, Ints
 from tuner.engines.transformers.threads import return_memory
 from tuner.errors import ConfigError, MissingDependencyError, pip_install
-
-Ints = NDArray[np.int64]
 
 KEPT = 1 << 28
 """Bytes of features, and of pixels, that are kept for the next pass."""
@@ -118,7 +116,7 @@ class Vision:
         known = self._pixels.get(sha256)
         if known is None:
             self._read[sha256], known = self.process(sha256)
-            if sum(map(_bytes, known.values())) >= _LARGE:
+            if sum(map(tensor_bytes, known.values())) >= _LARGE:
                 return_memory()  # of the processor's arrays, in this thread
             with self._lock:
                 self._pixels[sha256] = known
@@ -372,13 +370,14 @@ class Vision:
 
 def _shorten(kept: OrderedDict[str, Any], tensors: Callable[[Any], Iterable[Any]]) -> None:
     """Drop the oldest entries whose tensors are too many bytes, but for the last one."""
-    size = sum(_bytes(t) for one in kept.values() for t in tensors(one))
+    size = sum(tensor_bytes(t) for one in kept.values() for t in tensors(one))
     while size > KEPT and len(kept) > 1:
         _, dropped = kept.popitem(last=False)
-        size -= sum(map(_bytes, tensors(dropped)))
+        size -= sum(map(tensor_bytes, tensors(dropped)))
 
 
-def _bytes(value: Any) -> int:
+def tensor_bytes(value: Any) -> int:
+    """Bytes of a tensor; 0 for anything else."""
     return int(getattr(value, "nbytes", 0))
 
 
