@@ -109,6 +109,9 @@ def test_the_seconds_of_parts_are_those_since_the_last_update():
                 with throughput.part("forward"):
                     pass
     assert (metrics["scoring_seconds"], metrics["forward_seconds"]) == (1.0, 3.0 + 4.0)
+    with throughput.of(ROWS, 1, following := {}):
+        pass
+    assert not any(name.endswith("_seconds") for name in following)
     throughput._device = torch.device("cuda")
     with (
         mock.patch.multiple(
