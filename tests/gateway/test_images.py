@@ -4,6 +4,8 @@ import base64
 import io
 import json
 import random
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import openai
 import psutil
@@ -252,6 +254,66 @@ async def test_other_refusals_name_the_field(vision, tmp_path):
             await ask(session, [{"role": "user", "content": [image(one)]}])
 
 
+class ImageHost(ThreadingHTTPServer):
+    """A host of images, by path, that counts requests."""
+
+    def __init__(self, replies: dict[str, tuple[int, bytes | str]]) -> None:
+        seen = self.seen = []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                status, content = replies[self.path]
+                seen.append(self.path)
+                self.send_response(status)
+                if isinstance(content, str):
+                    self.send_header("Location", content)
+                self.end_headers()
+                self.wfile.write(b"" if isinstance(content, str) else content)
+
+            def log_message(self, *words: object) -> None:
+                pass
+
+        super().__init__(("127.0.0.1", 0), Handler)
+
+
+async def test_images_on_allowed_hosts_are_fetched_once(vision, monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "*")
+    one = png(20, 12, seed=9)
+    replies = {"/a": (200, one), "/moved": (302, "/a"), "/none": (404, b""), "/text": (200, b"?")}
+    replies["/large"] = (200, bytes(30_000))
+    with ImageHost(replies) as host:
+        threading.Thread(target=host.serve_forever, args=(0.01,), daemon=True).start()
+        place = f"127.0.0.1:{host.server_port}"
+        replies["/away"] = (302, f"http://localhost:{host.server_port}/a")
+        async with vision_gateway(*vision, content=20_000, hosts={"127.0.0.1"}) as gateway:
+            session = gateway.open_session("r")
+            for path in ("a", "a", "moved"):
+                shown = [text("?"), image(f"http://{place}/{path}")]
+                await ask(session, [{"role": "user", "content": shown}])
+            sha256 = ALBUM.add(one, ImageLimits())
+            assert [call.images[0].sha256 for call in session.calls] == [sha256] * 3
+            assert session.calls[0].messages[0]["content"][1] == image(f"sha256:{sha256}")
+            assert host.seen == ["/a", "/moved", "/a"]
+            refused = {
+                f"{place}/away": "on the host 'localhost'",
+                f"localhost:{host.server_port}/a": "tuner.images.hosts",
+                f"127.0.0.1@localhost:{host.server_port}/a": "tuner.images.hosts",
+                f"{place}/none": "its host answers 404",
+                f"{place}/text": "is no image that can be read",
+                f"{place}/large": "at most 20000 are accepted",
+                "127.0.0.1:1/a": "ConnectError",
+                "127.0.0.1:x": "cannot be fetched",
+            }
+            for address, why in refused.items():
+                messages = [{"role": "user", "content": [image(f"http://{address}")]}]
+                with pytest.raises(openai.BadRequestError, match=why) as caught:
+                    await ask(session, messages)
+                assert caught.value.body["param"] == "messages[0].content[0].image_url.url"
+            assert host.seen[3:] == ["/away", "/none", "/text", "/large"]
+            assert len(session.calls) == 3
+        host.shutdown()
+
+
 async def test_a_trace_keeps_each_image_once(vision, tmp_path):
     one, two = png(20, 12, seed=5), png(20, 12, seed=6)
     async with vision_gateway(*vision) as gateway:
@@ -273,6 +335,15 @@ async def test_a_trace_keeps_each_image_once(vision, tmp_path):
     assert found == trace
     assert [call.compared for call in found.calls] == [call.compared for call in calls]
     assert ALBUM.content(calls[0].images[0].sha256) == one
+
+
+def test_images_from_elsewhere_are_read_outside_the_event_loop(vision):
+    renderer = ChatRenderer(vision[1], vision=vision[0].vision)
+    service = Service(StubEngine(), renderer, "tiny", "template")
+    for place, long in (("file:///a.png", True), ("https://h/a", True), (url(png()), False)):
+        messages = [{"role": "user", "content": [image(place)]}]
+        body = json.dumps({"model": "tiny", "messages": messages}).encode()
+        assert read_chat_request(body, service).long is long
 
 
 @pytest.mark.parametrize("bodies", [1500, pytest.param(100_000, marks=pytest.mark.nightly)])

@@ -461,6 +461,11 @@ class ImagesSection(Section):
         min_length=1,
         description="Folder whose images requests may name by `file:` URLs. Not set: none.",
     )
+    hosts: tuple[str, ...] = Field(
+        default=(),
+        description="Names of the hosts from which images with `http:` and `https:` URLs are "
+        "fetched, each once in a run. Empty: none.",
+    )
     load_vision: bool = Field(
         default=False,
         description="Load a model that transformers also has as a language model with its vision "

@@ -10,6 +10,7 @@ token of each image has a distinct id:
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import hashlib
@@ -18,6 +19,7 @@ import tempfile
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -41,6 +43,9 @@ _LAST = (1 << 32) - 1  # trees sort ids of 4 bytes
 REFERENCE = "sha256:"
 """Begins the URL of an image whose bytes are kept elsewhere."""
 
+_FETCH_SECONDS = 60
+# Not asyncio's default threads, all of which agents may block.
+_DECODING = ThreadPoolExecutor(1, "tuner-images")
 _SUFFIXES = {"PNG": "png", "JPEG": "jpg", "WEBP": "webp", "GIF": "gif"}
 FORMATS = tuple(_SUFFIXES)
 
@@ -75,12 +80,19 @@ class ImageLimits:
         content: Bytes of one image.
         pixels: Pixels of one image.
         folder: Files in it may be named; None for none.
+        hosts: Names of the hosts from which images are fetched.
     """
 
     count: int = 32
     content: int = 20 << 20
     pixels: int = 1 << 25
     folder: Path | None = None
+    hosts: frozenset[str] = frozenset()
+
+
+def on_the_web(url: str) -> bool:
+    """Whether an image must be fetched before it can be received."""
+    return url[:8].lower().startswith(("http://", "https://"))
 
 
 def content_of(url: str, limits: ImageLimits) -> bytes:
@@ -102,13 +114,51 @@ def content_of(url: str, limits: ImageLimits) -> bytes:
             raise ImageError(f"is not valid base64: {error}") from error
     elif scheme == "file":
         content = _file(url, limits)
-    elif scheme in ("http", "https"):
-        raise ImageError("is on the web, and nothing is fetched from there: send a data URL")
+    elif on_the_web(url):
+        raise ImageError("is on the web and was not fetched: send a data URL")
     else:
         raise ImageError("is no data URL: send data:image/png;base64,...")
     if len(content) > limits.content:
         raise _too_large(len(content), limits)
     return content
+
+
+async def fetch(url: str, limits: ImageLimits) -> bytes:
+    """The bytes of an image on the web; each redirect must lead to one of the hosts, too.
+
+    Raises:
+        ImageError: The host is not among the allowed ones, does not answer, or sends too much.
+    """
+    import httpx  # takes a tenth of a second, which requests without such images need not wait
+
+    async def check_host(request: httpx.Request) -> None:
+        if request.url.host not in limits.hosts:
+            raise ImageError(
+                f"is on the host {request.url.host!r}, from which nothing is fetched: send a data "
+                "URL, or add the host to tuner.images.hosts"
+            )
+
+    content = bytearray()
+    # As it is sent: a compressed answer could unpack to any size.
+    headers = {"accept-encoding": "identity"}
+    hooks = {"request": [check_host]}
+    try:
+        async with (
+            asyncio.timeout(_FETCH_SECONDS),
+            httpx.AsyncClient(headers=headers, event_hooks=hooks, follow_redirects=True) as client,
+            client.stream("GET", url) as response,
+        ):
+            if response.status_code != 200:
+                raise ImageError(f"cannot be fetched: its host answers {response.status_code}")
+            async for chunk in response.aiter_raw():
+                content += chunk
+                if len(content) > limits.content:
+                    raise _too_large(len(content), limits)
+    except TimeoutError as error:
+        raise ImageError(f"was not fetched within {_FETCH_SECONDS} s") from error
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ImageError(f"cannot be fetched ({type(error).__name__})") from error
+    return bytes(content)
 
 
 def _unknown(sha256: str) -> ImageError:
@@ -250,8 +300,20 @@ class Album:
         self._numbered: list[_Numbered] = []
         self._next = IMAGE_IDS
         self._content: dict[str, _Content] = {}
+        self._fetched: dict[str, str] = {}
 
     # Bytes
+
+    async def fetch(self, url: str, limits: ImageLimits) -> None:
+        """Fetch an image from the web, once in this process, so that it can be received.
+
+        Raises:
+            ImageError: It cannot be fetched, or not be used.
+        """
+        if url not in self._fetched:
+            content = await fetch(url, limits)
+            loop = asyncio.get_running_loop()
+            self._fetched[url] = await loop.run_in_executor(_DECODING, self.add, content, limits)
 
     def add(self, content: bytes, limits: ImageLimits) -> str:
         """The SHA-256 of an image, which is read once.
@@ -288,7 +350,7 @@ class Album:
             if sha256 not in self._content:
                 raise ImageError("names an image that was not sent before: send a data URL")
             return sha256
-        return self.add(content_of(url, limits), limits)
+        return self._fetched.get(url) or self.add(content_of(url, limits), limits)
 
     def open(self, sha256: str) -> Image:
         """The image in RGB.

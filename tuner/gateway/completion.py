@@ -353,7 +353,12 @@ class Completion:
             RequestError: The request cannot be served.
         """
         request = self.request
-        prepared = await in_turn(self.session.turns, self._prepared, long=request.long)
+        prepared = await in_turn(
+            self.session.turns,
+            self._prepared,
+            long=request.long,
+            first=partial(self.service.renderer.fetch, request.messages),
+        )
         prompts = [prompt.ids for prompt, _, _ in prepared]
         id_, budget, seeds = self.session.admit(prompts, request.n)
         self.id = self._prefix + id_

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tuner.engines.base import COLDEST, EngineCapabilities, Generation, SamplingParams
+from tuner.engines.images import REFERENCE
 from tuner.gateway.families.grammars import AUTO, AnswerSchema, Constraints, ToolChoice
 from tuner.gateway.families.literals import is_object, refuse_constant
 from tuner.gateway.families.parsing import ParsedMessage
 from tuner.gateway.families.renderer import LONG, ChatRenderer, is_long
-from tuner.gateway.families.template import Message, content_of, text_of
+from tuner.gateway.families.template import Message, content_of, images_of, text_of
 from tuner.gateway.request_error import FieldError, Path, dotted, kind, shown, wrong
 
 # Readers of JSON fields: each raises a specific message for a wrong value.
@@ -325,6 +326,8 @@ class CompletionRequest:
 
     @property
     def long(self) -> bool:
+        if any(not url.startswith(("data:", REFERENCE)) for _, url in images_of(self.messages)):
+            return True  # an image in a file, or on the web, may have any size
         if self.body_bytes is not None and self.body_bytes <= LONG:
             return False
         texts: list[Any] = self.messages

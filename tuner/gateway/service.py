@@ -5,7 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -242,7 +250,13 @@ async def in_loop(home: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T])
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, home))
 
 
-async def in_turn(turns: asyncio.Lock, work: Callable[[], T], *, long: bool) -> T:
+async def in_turn(
+    turns: asyncio.Lock,
+    work: Callable[[], T],
+    *,
+    long: bool,
+    first: Callable[[], Awaitable[None]],
+) -> T:
     """The result of `work`, run after all earlier turns.
 
     What the caller does without awaiting belongs to its turn.
@@ -252,10 +266,12 @@ async def in_turn(turns: asyncio.Lock, work: Callable[[], T], *, long: bool) -> 
         work: May run in any thread.
         long: Whether it runs outside the event loop. If the caller is cancelled meanwhile, the turn
             lasts until the work has ended.
+        first: Awaited before the work, in the same turn.
     """
     await turns.acquire()
     future: Future[T] | None = None
     try:
+        await first()
         if not long:
             return work()
         future = _LONG_WORK.submit(work)

@@ -520,6 +520,7 @@ def chat_renderer(
             content=images.max_bytes,
             pixels=images.max_pixels,
             folder=None if images.folder is None else Path(images.folder),
+            hosts=frozenset(images.hosts),
         ),
     )
 

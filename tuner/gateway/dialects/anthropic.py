@@ -650,7 +650,12 @@ async def count_tokens(session: Session, body: bytes) -> dict[str, int]:
     """
     request = read_count_request(body, session.service)
     session.check_model(request.model)
-    prompt = await in_turn(session.turns, lambda: chat_prompt(session, request), long=request.long)
+    prompt = await in_turn(
+        session.turns,
+        partial(chat_prompt, session, request),
+        long=request.long,
+        first=partial(session.service.renderer.fetch, request.messages),
+    )
     return {"input_tokens": len(prompt.ids)}
 
 

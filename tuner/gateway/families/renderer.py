@@ -8,7 +8,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -20,6 +20,7 @@ from tuner.engines.images import (
     ImageError,
     ImageLimits,
     ImageSpan,
+    on_the_web,
 )
 from tuner.errors import ConfigError
 from tuner.gateway.families.forms import Tools
@@ -49,7 +50,7 @@ from tuner.gateway.families.template import (
     wants_whole_tools,
     whole,
 )
-from tuner.gateway.request_error import RequestError, shown, too_long, wrong
+from tuner.gateway.request_error import Path, RequestError, shown, too_long, wrong
 from tuner.traces import Call
 
 if TYPE_CHECKING:
@@ -465,28 +466,42 @@ class ChatRenderer:
         marks = [_mark(self.vision.ids(url.removeprefix(REFERENCE))[0]) for url in urls]
         return "".join(part + mark for part, mark in zip(parts, [*marks, ""], strict=True))
 
-    def received(self, messages: list[Message]) -> list[Message]:
-        """Checked messages with references in place of images, which are read and remembered.
-
-        Raises:
-            RequestError: 400: an image cannot be used, or there are too many.
-        """
-        found = list(images_of(messages))
-        if self.vision is None or not found:
-            return messages
+    def _images(self, messages: list[Message]) -> list[tuple[Path, str]]:
+        """Place and URL of each image that is shown to the model."""
+        found = [] if self.vision is None else list(images_of(messages))
         if len(found) > self._image_limits.count:
             raise RequestError(
                 f"{len(found)} images are in the messages: send at most "
                 f"{self._image_limits.count} (tuner.images.max_count)",
                 path=("messages",),
             )
+        return found
+
+    async def fetch(self, messages: list[Message]) -> None:
+        """Fetch the images of checked messages that are on the web.
+
+        Raises:
+            RequestError: 400: an image cannot be fetched or used, or there are too many.
+        """
+        for place, url in self._images(messages):
+            if on_the_web(url):
+                with _naming(place):
+                    await ALBUM.fetch(url, self._image_limits)
+
+    def received(self, messages: list[Message]) -> list[Message]:
+        """Checked messages with references in place of images, which are read and remembered.
+
+        Raises:
+            RequestError: 400: an image cannot be used, or there are too many.
+        """
+        found = self._images(messages)
+        if self.vision is None or not found:
+            return messages
         references = []
         for place, url in found:
-            try:
+            with _naming(place):
                 sha256 = ALBUM.received(url, self._image_limits)
                 self.vision.ids(sha256)
-            except ImageError as error:
-                raise RequestError(f" {error}", path=place, begins=True) from error
             references.append({"type": "image_url", "image_url": {"url": REFERENCE + sha256}})
         left = iter(references)
         return [
@@ -719,6 +734,15 @@ class ChatRenderer:
 # (`displayable`), so nobody can write another's mark.
 _MARK = re.compile("\udfff([\udc00-\udffe]{4})")
 _BASE = 0x3FF
+
+
+@contextmanager
+def _naming(place: Path) -> Iterator[None]:
+    """An image that cannot be used is a RequestError, which begins with its place."""
+    try:
+        yield
+    except ImageError as error:
+        raise RequestError(f" {error}", path=place, begins=True) from error
 
 
 def _mark(id_: int) -> str:
