@@ -62,7 +62,6 @@ tuner.placement <- {FIXED} | tuner.placement=colocate | tuner.engine.urls=[http:
 {MODEL}.engine_num <- {FIXED} | {MODEL}.engine_num=2 | tuner.placement=colocate
 tuner.engine.sleep <- {FIXED} | tuner.engine.sleep=true | synchronizer.sync_offset=1
 model.lora_configs.0.lora_rank <- {FIXED} | model.lora_configs=[{{lora_rank: 513}}]
-model.adapters <- {FIXED} | model.adapters={{w: {{}}}}
 model.adapters.w.lora_rank <- {FIXED} | model.adapters={{w: {{lora_rank: 513}}, c: frozen}}
 tuner.engine.urls <- {SGLANG}
 tuner.placement <- {SGLANG} | tuner.engine.urls=[http://a] | tuner.placement=colocate

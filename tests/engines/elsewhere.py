@@ -43,9 +43,9 @@ class ToyHost(VllmHost):
         self._settings, self._alive = settings, True
 
     def stream(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams, label: str
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, label: str, adapter: str | None
     ) -> AsyncGenerator[SampledTokens, None]:
-        return self.local.stream(prompt_ids, sampling, label)
+        return self.local.stream(prompt_ids, sampling, label, adapter)
 
 
 def listening(address: str = "127.0.0.1", port: int = 0) -> socket.socket:

@@ -22,6 +22,7 @@ class LocalServer:
 
     Attributes:
         asked: The prompt and seed of each part.
+        adapters: The adapter of each part, with none of which it generates.
         loaded: The label of each start and load.
         did: What was asked of it besides generating, in order.
         trained: The model that new weights are copied from where there is no folder.
@@ -41,6 +42,7 @@ class LocalServer:
         self.trained = trained
         self.did: list[str] = [] if did is None else did
         self.asked: list[tuple[list[int], int]] = []
+        self.adapters: list[str | None] = []
         self.loaded: list[str] = []
         self.dies_loading = False
         self._engine: TransformersEngine | None = None
@@ -83,9 +85,14 @@ class LocalServer:
         self._engine = None
 
     async def stream(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams, label: str
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        label: str,
+        adapter: str | None = None,
     ) -> AsyncGenerator[SampledTokens, None]:
         self.asked.append((list(prompt_ids), sampling.seed))
+        self.adapters.append(adapter)
         if self._engine is None:
             raise EngineLostError(f"{self.name} is on fire")
         assert label == self.loaded[-1]

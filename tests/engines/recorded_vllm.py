@@ -23,6 +23,12 @@ class Recorder:
     async def collective_rpc(self, method, args):
         self.note("load weights" if method == "tuner_load_weights" else f"receive {args[0]}")
 
+    async def add_lora(self, adapter):
+        self.note(f"add {adapter.lora_name} as {adapter.lora_int_id}")
+
+    async def remove_lora(self, number):
+        self.note(f"remove {number}")
+
     async def start_weight_update(self):
         self.note("start")
 

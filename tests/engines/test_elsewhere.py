@@ -69,6 +69,17 @@ async def cut_once(proxy, engine):
     assert proxy.cut_count == before + 1
 
 
+async def test_each_part_of_a_completion_has_the_adapter_of_its_request(fleet, there):
+    sink, (engine, _) = Sink(), fleet
+    request = asyncio.ensure_future(engine.generate(prompt(9), LONG, "s", sink, adapter="a"))
+    await sink.has(5)
+    async with engine.pause():
+        pass
+    await request
+    await engine.generate(prompt(9), replace(LONG, max_tokens=1), "s")
+    assert there[0].local.adapters == ["a", "a", None]
+
+
 async def test_a_cut_line_fails_its_own_requests_and_nobody_elses(fleet, there):
     (engine, model), (host, proxy) = fleet, there
     await engine.start()

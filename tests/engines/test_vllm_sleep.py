@@ -5,6 +5,8 @@ Everything else is the real thing.
 """
 
 import asyncio
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ SHORT = SamplingParams(max_tokens=3)
 def vllm(monkeypatch):
     recorder = Recorder()
 
-    async def stream(self, prompt_ids, sampling, label):
+    async def stream(self, prompt_ids, sampling, label, adapter):
         if label != self.label:
             raise EngineError(f"{label} were asked for, but vLLM has {self.label}")
         recorder.note("generate")
@@ -111,6 +113,33 @@ async def test_weights_that_an_adapter_is_added_to_are_kept_through_sleep(vllm, 
     settings = VllmSettings("float32", CONTEXT, 4, (), model="base", lora_rank=4, sleeps=True)
     await VllmCore(settings, Weights(tmp_path, "label")).sleep()
     assert vllm.did == ["sleep 1"]
+
+
+async def test_adapters_that_have_not_changed_stay_until_vllm_sleeps(vllm, tmp_path, monkeypatch):
+    requests = SimpleNamespace(LoRARequest=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", requests)
+    roles = {"<a>": "a", "<b>": "b"}
+    settings = VllmSettings("float32", CONTEXT, 4, (), "base", lora_rank=4, adapters=roles)
+    made = VllmCore(settings, Weights(tmp_path, "start"))
+
+    async def load(label, **adapters):
+        for role, content in adapters.items():
+            (folder := tmp_path / label / role).mkdir(parents=True)
+            (folder / "adapter_config.json").write_text("{}")
+            (folder / "adapter_model.safetensors").write_text(content)
+        await made.load(Weights(tmp_path / label, label))
+
+    await load("one", a="1", b="1")
+    await load("two", a="1", b="2")
+    await load("three", a="1", b="2")
+    await made.sleep()
+    await load("four", a="1", b="3")
+    assert [what for what in vllm.did if "as" in what or "remove" in what] == [
+        *("add one/a as 1", "add one/b as 2"),
+        *("remove 2", "add two/b as 3"),
+        *("remove 1", "add four/a as 4", "remove 3", "add four/b as 5"),
+    ]
+    assert vllm.did.count("forget") == 4
 
 
 async def test_an_error_that_vllm_wraps_is_named_by_its_cause(vllm, tmp_path):

@@ -44,15 +44,22 @@ def choose(*overrides, gpus=(80,), adapter=None, needs=NEEDS):
     return choose_engine(config, machine, lambda: needs, adapter=adapter)
 
 
-def adapter(**changed):
-    return SimpleNamespace(peft_config={"default": SimpleNamespace(**{**PLAIN, **changed})})
+def adapter(*changed):
+    """A model with one adapter, or with as many as there are changes."""
+    each = [SimpleNamespace(**{**PLAIN, **one}) for one in changed or [{}]]
+    return SimpleNamespace(peft_config=dict(enumerate(each)))
+
+
+LORA = "model.lora_configs=[{lora_rank: 8}]"
+ROLES = "model.adapters={w: {lora_rank: 4}, f: frozen, c: {lora_rank: 16}}"
 
 
 @pytest.mark.usefixtures("installed")
 def test_a_gpu_and_a_vllm_for_it_are_used():
     chosen = choose()
     assert str(chosen).startswith("engine: vllm, because there is a GPU and it is installed")
-    assert choose(adapter=adapter()).engine_type == "vllm"
+    assert choose(LORA, adapter=adapter()).engine_type == "vllm"
+    assert choose(ROLES, adapter=adapter({"r": 4}, {"r": 16})).engine_type == "vllm"
 
 
 @pytest.mark.usefixtures("installed")
@@ -88,7 +95,14 @@ def test_a_vllm_that_is_missing_is_named_with_what_installs_it(installed, versio
             {"overrides": ["model.lora_configs=[{lora_rank: 600}]"]},
             "model.lora_configs.0.lora_rank is 600, which vLLM cannot do",
         ),
-        ({"adapter": adapter(use_dora=True)}, "has use_dora True, which vLLM does not serve"),
+        (
+            {"overrides": [LORA], "adapter": adapter({"use_dora": True})},
+            "the adapter at model.lora_configs.0.path has use_dora True, which vLLM does not serve",
+        ),
+        (
+            {"overrides": [ROLES], "adapter": adapter({}, {"bias": "all"})},
+            "the adapter at model.adapters.c.path has bias 'all', which vLLM does not serve",
+        ),
         ({"gpus": [24]}, "vLLM needs 6.00 GiB for the weights"),
         ({"gpus": [16]}, "training needs 22.00 GiB"),
     ],
@@ -122,6 +136,27 @@ def test_the_choice_replaces_auto_and_nothing_else():
 def test_settings_of_servers_are_refused_where_there_may_be_none():
     with pytest.raises(ConfigError, match=r"engine_type: auto\) runs in this process.*to vllm"):
         load_config(overrides=["explorer.rollout_model.engine_num=2"])
+
+
+async def test_vllm_serves_the_adapters_of_all_roles_with_room_for_the_largest(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TUNER_ENGINE_KEY", "sesame")
+    config = load_config(
+        overrides=[
+            ROLES,
+            f"model.model_path={MODEL}",
+            "explorer.rollout_model.engine_type=vllm",
+            "tuner.engine.urls=[http://127.0.0.1:9]",
+            f"checkpoint_root_dir={tmp_path}",
+        ]
+    )
+    stack = build_stack(config, workflow=runs.workflow, judge=runs.judge)
+    settings = stack.engine._fleet.seats[0].server._settings
+    await stack.aclose()
+    assert (settings["lora_rank"], settings["adapters"]) == (16, {"<w>": "w", "<c>": "c"})
+    roles = stack.gateway.service.roles
+    assert {role: roles.adapter(role) for role in "wfc"} == {"w": "<w>", "f": None, "c": "<c>"}
 
 
 async def test_a_run_says_what_generates(tmp_path):

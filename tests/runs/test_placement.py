@@ -291,7 +291,7 @@ def test_awake_vllm_leaves_room_for_an_update_as_far_as_it_has_enough():
         ),
         ([*SGLANG, "tuner.placement=colocate"], "tuner.placement is colocate"),
         ([*SGLANG, "tuner.deterministic=true"], "engine_type is sglang, whose numbers depend"),
-        ([*SGLANG, "model.lora_configs=[{lora_rank: 4}]"], "does not support adapters"),
+        ([*SGLANG, "model.lora_configs=[{lora_rank: 4}]"], "whole models and no adapters"),
         ([*SGLANG, "model.top_k=3", "model.top_p=0.9"], r"top_k is 3 and model.top_p is 0\.9"),
         (
             ["explorer.rollout_model.engine_type=vllm", "tuner.deterministic=true"],

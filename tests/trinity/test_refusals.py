@@ -14,6 +14,12 @@ def test_arguments_of_one_tracker_are_refused_by_name():
     assert not list(refused({"monitor": {"monitor_args": {"api_key": "x"}}}))
 
 
+def test_adapters_by_role_are_refused():
+    (problem,) = refused({"model": {"adapters": {"writer": {}}}})
+    assert problem.path == "model.adapters"
+    assert "set model.lora_configs instead, or set tuner.backend to local" in problem.text
+
+
 def test_an_environment_is_brought_there_but_no_queue_agents():
     problems = []
     assert tuner_section({"environment": {"kind": "program", "command": ["x"]}}, problems)

@@ -142,7 +142,7 @@ class ServedEngine(RequestEngine):
             if not self._capabilities.grammars:
                 raise EngineError("this engine cannot hold a completion to a grammar")
             await self._grammars.started(sampling.grammar)
-        own = {"loop": asyncio.get_running_loop(), "wake": asyncio.Event()}
+        own = {"loop": asyncio.get_running_loop(), "wake": asyncio.Event(), "adapter": adapter}
         flight = self._begun(Flight, prompt_ids, sampling, sink, so_far, **own)
         with self._gate:
             self._flights.add(flight)
@@ -202,7 +202,9 @@ class ServedEngine(RequestEngine):
         )
         first = True
         try:
-            async with aclosing(seat.server.stream(prompt, asked, label)) as stream:
+            async with aclosing(
+                seat.server.stream(prompt, asked, label, progress.adapter)
+            ) as stream:
                 async for sampled in stream:
                     if first and sampled.cached_tokens >= 0:
                         first = False

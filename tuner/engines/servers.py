@@ -32,8 +32,8 @@ class Weights:
     """Weights in a form that a process can load.
 
     Attributes:
-        folder: A model or an adapter in Hugging Face's format. None: available from the trainer's
-            memory only.
+        folder: A model or an adapter in Hugging Face's format, or a folder for each adapter.
+            None: available from the trainer's memory only.
         label: Identifies them among the weights of all runs. A request names the weights that it
             wants, and a process that has others rejects it.
     """
@@ -127,15 +127,22 @@ class TokenServer(Protocol):
         """Stop the process if we started it."""
 
     def stream(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams, label: str
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        label: str,
+        adapter: str | None = None,
     ) -> AsyncGenerator[SampledTokens, None]:
         """Sample up to `sampling.max_tokens` tokens with the weights of this label.
 
         Stop strings are ignored. Closing the generator ends the completion.
 
+        Args:
+            adapter: As in `Engine.generate`.
+
         Raises:
             EngineLostError: It died or cannot be reached.
-            EngineError: It rejects the request.
+            EngineError: It rejects the request, or has no such adapter.
         """
 
 

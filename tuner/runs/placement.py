@@ -589,7 +589,7 @@ def choose_engine(
     else:
         try:
             if adapter is not None:
-                _rank(adapter)
+                _rank(config, adapter)
             choose_placement(served.applied(config), needs(), machine)
             return served
         except ConfigError as error:
@@ -664,7 +664,7 @@ def build_engine(
     if config.explorer.rollout_model.engine_type == "sglang":
         servers, check = _sglang_servers(config, dtype, max_model_len, end_ids), check_for_sglang
     else:
-        rank = None if adapter is None else _rank(adapter)
+        rank = None if adapter is None else _rank(config, adapter)
         settings = vllm_settings(config, dtype, max_model_len, end_ids, rank, placement, path)
         if settings.transfer is not None:  # weights that are not sent as a checkpoint
             weights, ranks = partial(checkpoint_tensors, model), settings.tensor_parallel_size
@@ -720,7 +720,7 @@ def vllm_settings(
     placement: DevicePlacement,
     weights: WeightPath,
 ) -> VllmSettings:
-    """Settings of vLLM; `rank` is the adapter's, None if all weights are trained."""
+    """Settings of vLLM; `rank` is the largest of the adapters, None if all weights are trained."""
     rollout_model, path = config.explorer.rollout_model, model_folder(config.model.model_path)
     return VllmSettings(
         dtype=dtype,
@@ -730,6 +730,7 @@ def vllm_settings(
         model=None if rank is None else path,
         tokenizer=path,
         lora_rank=rank,
+        adapters={peft_name(role): role for role in config.model.trained_roles},
         tensor_parallel_size=rollout_model.tensor_parallel_size,
         gpu_memory_utilization=placement.gpu_memory_utilization,
         enforce_eager=rollout_model.enforce_eager,
@@ -807,23 +808,25 @@ def _folder(config: RunConfig, path: WeightPath, size: int) -> Path:
     return folder
 
 
-def _rank(adapter: Any) -> int:
-    """Rank of an adapter; raises ConfigError if vLLM cannot serve its kind."""
-    (settings,) = adapter.peft_config.values()
-    unfit = {
-        "use_dora": settings.use_dora,
-        "modules_to_save": settings.modules_to_save,
-        "bias": settings.bias != "none" and settings.bias,
-        "rank_pattern": settings.rank_pattern,
-        "alpha_pattern": settings.alpha_pattern,
-    }
-    for name, value in unfit.items():
-        if value:
-            raise ConfigError(
-                f"the adapter at model.lora_configs.0.path has {name} {value!r}, which vLLM does "
-                "not serve; set explorer.rollout_model.engine_type to transformers"
-            )
-    return int(settings.r)
+def _rank(config: RunConfig, adapter: Any) -> int:
+    """Largest rank of the adapters; raises ConfigError if vLLM cannot serve the kind of one."""
+    ranks = []
+    for key, settings in zip(config.model.loras, adapter.peft_config.values(), strict=True):
+        unfit = {
+            "use_dora": settings.use_dora,
+            "modules_to_save": settings.modules_to_save,
+            "bias": settings.bias != "none" and settings.bias,
+            "rank_pattern": settings.rank_pattern,
+            "alpha_pattern": settings.alpha_pattern,
+        }
+        for name, value in unfit.items():
+            if value:
+                raise ConfigError(
+                    f"the adapter at {key}.path has {name} {value!r}, which vLLM does not serve; "
+                    "set explorer.rollout_model.engine_type to transformers"
+                )
+        ranks.append(int(settings.r))
+    return max(ranks)
 
 
 def _require_vllm(config: RunConfig) -> None:

@@ -393,9 +393,15 @@ class SglangServer(RemoteServer):
             self._ask("/continue_generation", {})
 
     async def stream(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams, label: str
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        label: str,
+        adapter: str | None = None,
     ) -> AsyncGenerator[SampledTokens, None]:
         """See `TokenServer.stream`."""
+        if adapter is not None:
+            raise EngineError(f"there is no adapter {adapter!r}")
         # SGLang aborts every request whose id starts with this one, so all have the same length.
         rid = uuid.uuid4().hex
         end_ids, widest = self._settings.end_ids, self._widest

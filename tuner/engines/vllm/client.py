@@ -255,10 +255,19 @@ class VllmServer(RemoteServer):
         self._ask("/transfer", {"verb": verb, "info": info})
 
     async def stream(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams, label: str
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        label: str,
+        adapter: str | None = None,
     ) -> AsyncGenerator[SampledTokens, None]:
         """See `TokenServer.stream`."""
-        body = {"prompt_ids": list(prompt_ids), "sampling": asdict(sampling), "label": label}
+        body = {
+            "prompt_ids": list(prompt_ids),
+            "sampling": asdict(sampling),
+            "label": label,
+            "adapter": adapter,
+        }
         async with aclosing(self._lines("/generate", body)) as lines:
             async for line in lines:
                 yield self._sampled(json.loads(line))

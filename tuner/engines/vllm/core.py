@@ -9,6 +9,7 @@ constraints-vllm.txt.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import math
 import os
@@ -25,6 +26,7 @@ from collections.abc import (
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tuner.engines.base import (
@@ -212,14 +214,16 @@ class VllmSettings:
     """How vLLM is started; every field survives JSON.
 
     Attributes:
-        model: Folder or Hub name of the base model of an adapter; None if all weights are trained
+        model: Folder or Hub name of the base model of adapters; None if all weights are trained
             and come with the folder that is loaded first.
         dtype: "float32", "bfloat16" or "float16".
         max_model_len: Maximum of prompt and completion tokens of one request.
         max_slots: Maximum of requests computed at once.
         end_ids: Token ids that end a completion.
         tokenizer: Folder or Hub name of the tokenizer, for grammars; None: next to the weights.
-        lora_rank: Rank of the trained adapter; None if all weights are trained.
+        lora_rank: Largest rank of the trained adapters; None if all weights are trained.
+        adapters: Where the adapters are in the folder that is loaded, by the names that requests
+            give. Empty: the folder is the only adapter, for all requests.
         tensor_parallel_size: Number of GPUs that share the weights.
         gpu_memory_utilization: Share of the GPU's memory; None for vLLM's default.
         enforce_eager: Do not capture CUDA graphs.
@@ -237,6 +241,7 @@ class VllmSettings:
     model: str | None = None
     tokenizer: str | None = None
     lora_rank: int | None = None
+    adapters: Mapping[str, str] = field(default_factory=dict)
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float | None = None
     enforce_eager: bool = False
@@ -273,7 +278,8 @@ class VllmCore:
         self._engine = _start(settings, weights)
         self._numbers = itertools.count()
         self._running = 0
-        self._adapter: LoRARequest | None = None
+        # By name, with the digest of its files; an only adapter has none.
+        self._adapters: dict[str, tuple[bytes, LoRARequest]] = {}
         self._label: str | None = weights.label if settings.lora_rank is None else None
         self._asleep = False
 
@@ -306,7 +312,7 @@ class VllmCore:
             if self._settings.lora_rank is None:
                 await self._engine.collective_rpc("tuner_load_weights", args=(str(weights.folder),))
             else:
-                await self._change_adapter(weights)
+                await self._change_adapters(weights)
             await self._wake_cache()
         self._label = weights.label
 
@@ -314,7 +320,7 @@ class VllmCore:
     async def sleep(self) -> None:
         """Release the GPU's memory until the next weights. No request is in flight.
 
-        Fully trained weights are discarded (vLLM's level 2); the base weights of an adapter are
+        Fully trained weights are discarded (vLLM's level 2); the base weights of adapters are
         kept in main memory (level 1).
 
         Raises:
@@ -402,22 +408,42 @@ class VllmCore:
             while not await self._engine.reset_prefix_cache():  # noqa: ASYNC110
                 await asyncio.sleep(_POLL)
 
-    async def _change_adapter(self, weights: Weights) -> None:
+    async def _change_adapters(self, weights: Weights) -> None:
+        """Exchange the adapters whose files have changed; after sleep all, since it is untested
+        whether they survive it."""
         from vllm.lora.request import LoRARequest
 
-        before = self._adapter
-        # A new number for each: vLLM caches adapters by number.
-        self._adapter = LoRARequest(
-            lora_name=weights.label,
-            lora_int_id=1 + next(self._numbers),
-            lora_path=str(weights.folder),
-        )
-        if before is not None:
-            await self._engine.remove_lora(before.lora_int_id)
-        await self._engine.add_lora(self._adapter)
+        assert weights.folder is not None
+        for name, part in (self._settings.adapters or {"": ""}).items():
+            folder = weights.folder / part
+            digest, before = _digest(folder), self._adapters.get(name)
+            if before is not None and before[0] == digest and not self._asleep:
+                continue
+            # New ones for each: vLLM caches adapters by number, and prefixes by name and path.
+            request = LoRARequest(
+                lora_name=f"{weights.label}/{part}",
+                lora_int_id=1 + next(self._numbers),
+                lora_path=str(folder),
+            )
+            if before is not None:
+                del self._adapters[name]
+                await self._engine.remove_lora(before[1].lora_int_id)
+            await self._engine.add_lora(request)
+            self._adapters[name] = digest, request
+
+    def _adapter(self, name: str | None) -> LoRARequest | None:
+        """The adapter of a request; None for the model without one."""
+        found = self._adapters.get(name or "")
+        if found is None and name is not None:
+            raise EngineError(f"there is no adapter {name!r}")
+        return None if found is None else found[1]
 
     async def stream(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams, label: str
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        label: str,
+        adapter: str | None = None,
     ) -> AsyncGenerator[SampledTokens, None]:
         """See `TokenServer.stream`."""
         from vllm.inputs import TokensPrompt
@@ -434,7 +460,7 @@ class VllmCore:
                     TokensPrompt(prompt_token_ids=list(prompt_ids)),
                     vllm_sampling(sampling, self._settings.end_ids, longest),
                     f"tuner-{next(self._numbers)}",
-                    lora_request=self._adapter,
+                    lora_request=self._adapter(adapter),
                 )
                 async with aclosing(outputs):
                     async for output in outputs:
@@ -444,6 +470,11 @@ class VllmCore:
 
     def close(self) -> None:
         self._engine.shutdown()
+
+
+def _digest(adapter: Path) -> bytes:
+    names = ("adapter_config.json", "adapter_model.safetensors")
+    return hashlib.sha256(b"".join((adapter / name).read_bytes() for name in names)).digest()
 
 
 def _start(settings: VllmSettings, weights: Weights) -> AsyncLLM:
@@ -489,7 +520,11 @@ def _start(settings: VllmSettings, weights: Weights) -> AsyncLLM:
         arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
     if settings.lora_rank is not None:
         rank = next(rank for rank in LORA_RANKS if rank >= settings.lora_rank)
-        arguments |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
+        slots = max(1, len(settings.adapters))  # all of them in one batch
+        if settings.adapters and current_platform.is_cpu():
+            # There 0.32 computes tokens without an adapter with the last slot, so it stays empty.
+            slots += 1
+        arguments |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": slots}
     try:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     except Exception as error:

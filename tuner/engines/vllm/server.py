@@ -12,7 +12,7 @@ weights that the run no longer uses. Every path requires the key.
 | `POST /sleep` | | `{}` when the GPU's memory is released, until the next weights |
 | `POST /load` | `{"settings", "folder", "label"}` | `{}` when only these are served |
 | `POST /transfer` | `{"verb", "info"}` | `{}` when this step of a transfer is done |
-| `POST /generate` | `{"prompt_ids", "sampling", "label"}` | a line of JSON per step |
+| `POST /generate` | `{"prompt_ids", "sampling", "label", "adapter"}` | a line of JSON per step |
 
 `settings` has the fields of `VllmSettings`, `sampling` those of `SamplingParams`. A line is `[ids,
 logprobs, top_logprobs, cached_tokens, finish_reason, kept]`, or `{"error", "lost"}` if the
@@ -98,9 +98,9 @@ class VllmHost:
         await self._started.sleep()
 
     def stream(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams, label: str
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, label: str, adapter: str | None
     ) -> AsyncGenerator[SampledTokens, None]:
-        return self._started.stream(prompt_ids, sampling, label)
+        return self._started.stream(prompt_ids, sampling, label, adapter)
 
     @property
     def _started(self) -> VllmCore:
@@ -174,7 +174,7 @@ def make_app(host: VllmHost, key: str) -> Starlette:
         async def lines() -> AsyncIterator[bytes]:
             try:
                 async with aclosing(
-                    host.stream(body["prompt_ids"], sampling, body["label"])
+                    host.stream(body["prompt_ids"], sampling, body["label"], body["adapter"])
                 ) as stream:
                     async for one in stream:
                         yield _line(one)
