@@ -32,6 +32,7 @@ from tuner import cli
 from tuner.config.algorithms import ADVANTAGES, ALGORITHMS, NOT_HERE, POLICY_LOSSES, Args
 from tuner.config.foreign import FOREIGN, Foreign, SameAs, Values, read_table
 from tuner.config.keys import fields
+from tuner.config.rules import OUR_ENGINE_ARGUMENTS
 from tuner.config.schema import Section, section_of
 from tuner.gateway.families.forms import CallForm
 from tuner.gateway.families.grammars import CALL_FORMS
@@ -412,8 +413,9 @@ def _settings() -> Iterator[str]:
         taken = accepted(row)
         local = {"anything": "no effect", "nothing": "no"}.get(taken, f"only {taken}")
         rows[row.path] = (local, refusals.pop(key, there))
-    # What is left is a key inside one that the local backend takes no other values of.
-    rows |= {key: ("no", why) for key, why in refusals.items()}
+    # What is left is in `extra_engine_args`, of which the local backend sets some itself.
+    for key, why in refusals.items():
+        rows[key] = ("no" if key.rpartition(".")[2] in OUR_ENGINE_ARGUMENTS else "yes", why)
     folded: dict[tuple[str, str, str], list[str]] = {}
     for path, (local, there) in rows.items():
         section, _, name = path.removesuffix(".**").rpartition(".")

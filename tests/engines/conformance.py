@@ -83,6 +83,7 @@ class Rig:
         cause: What the error of a request in flight then says.
         spare: Tokens of a prefix that are computed again at most where it is reused.
         both_cuts: Whether top_k and top_p can be asked for together; else that is refused.
+        refused: Further settings that are refused.
     """
 
     engine: TrainingEngine
@@ -91,6 +92,7 @@ class Rig:
     cause: str
     spare: int = 1
     both_cuts: bool = True
+    refused: tuple[str, ...] = ()
 
 
 async def as_new(engine: TrainingEngine, model: PreTrainedModel) -> None:
@@ -198,6 +200,10 @@ async def test_log_probs_are_those_of_the_sampled_distribution(rig, sampling):
         with pytest.raises(ConfigError, match=r"top_k is 12 and top_p is 0\.9"):
             await rig.engine.generate(ids, sampling, "session")
         return
+    if refused := set(sampling.rare) & set(rig.refused):
+        with pytest.raises(ConfigError, match="|".join(refused)):
+            await rig.engine.generate(ids, sampling, "session")
+        return
     got = await rig.engine.generate(ids, sampling, "session")
     assert len(got.completion_ids) == len(got.logprobs) == len(got.versions) == 20
     assert error(rig, ids, got, sampling) < TOLERANCE
@@ -221,6 +227,7 @@ def first_tokens(got: Generation, count: int) -> Generation:
 def takes(rig: Rig, sampling: SamplingParams) -> bool:
     two_cuts = sampling.top_k > 0 and sampling.top_p < 1
     known = rig.engine.capabilities.every_setting or not sampling.rare
+    known = known and not set(sampling.rare) & set(rig.refused)
     return known and (rig.both_cuts or not two_cuts)
 
 

@@ -157,6 +157,14 @@ def test_settings_that_vllm_takes_otherwise_are_refused(changes, message):
         check_for_vllm(SamplingParams(max_tokens=1, **changes))
 
 
+@pytest.mark.parametrize("changes", [{"min_p": 0.1}, {"logit_bias": ((5, 1.0),)}])
+def test_settings_that_vllm_does_not_take_with_drafts_are_refused(changes):
+    sampling = SamplingParams(max_tokens=1, **changes)
+    check_for_vllm(sampling)
+    with pytest.raises(ConfigError, match=f"{next(iter(changes))} is not supported.*speculative"):
+        check_for_vllm(sampling, drafts=True)
+
+
 @pytest.mark.parametrize(
     ("ids", "value", "reason", "message"),
     [

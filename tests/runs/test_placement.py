@@ -318,6 +318,21 @@ def test_awake_vllm_leaves_room_for_an_update_as_far_as_it_has_enough():
         (
             [
                 "explorer.rollout_model.engine_type=vllm",
+                "explorer.rollout_model.extra_engine_args.speculative_config={method: eagle3}",
+            ],
+            r"speculative_config\.method is 'eagle3', but only ngram",
+        ),
+        (
+            [
+                "explorer.rollout_model.engine_type=vllm",
+                "explorer.rollout_model.extra_engine_args.speculative_config="
+                "{method: ngram, num_speculative_tokens: 3, rejection_sample_method: synthetic}",
+            ],
+            r"speculative_config\.rejection_sample_method cannot be set",
+        ),
+        (
+            [
+                "explorer.rollout_model.engine_type=vllm",
                 "tuner.placement=colocate",
                 "tuner.engine.urls=[http://a:1]",
             ],

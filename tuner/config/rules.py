@@ -260,7 +260,7 @@ def _models(config: RunConfig) -> Iterator[str]:
 
 
 # vLLM arguments that follow from other settings; exactness depends on those without a key.
-_OURS = {
+OUR_ENGINE_ARGUMENTS = {
     "model": "model.model_path",
     "tokenizer": "model.model_path",
     "dtype": "tuner.dtype",
@@ -281,9 +281,28 @@ _OURS = {
     "structured_outputs_config": None,
     "worker_extension_cls": None,
 }
+# vLLM's prompt lookup. Its other keys choose other models, or other ways of accepting drafts.
+_SPECULATION = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 
 
 def _engine_arguments(config: RunConfig) -> Iterator[str]:
-    for name in sorted(_OURS.keys() & config.explorer.rollout_model.extra_engine_args.keys()):
-        instead = f"set {_OURS[name]}" if _OURS[name] else "log-probs would not be exact otherwise"
+    given = config.explorer.rollout_model.extra_engine_args
+    for name in sorted(OUR_ENGINE_ARGUMENTS.keys() & given.keys()):
+        key = OUR_ENGINE_ARGUMENTS[name]
+        instead = f"set {key}" if key else "log-probs would not be exact otherwise"
         yield f"{_ENGINE}.extra_engine_args.{name} cannot be set: {instead}"
+    drafts = given.get("speculative_config")
+    if drafts is None:
+        return
+    key = f"{_ENGINE}.extra_engine_args.speculative_config"
+    method = drafts.get("method") if isinstance(drafts, dict) else drafts
+    if method != "ngram":
+        yield (
+            f"{key}.method is {method!r}, but only ngram was tested to keep the sampled "
+            "distribution and its log-probs: set it to ngram, or remove speculative_config"
+        )
+    elif unknown := sorted(drafts.keys() - set(_SPECULATION)):
+        yield (
+            f"{key}.{unknown[0]} cannot be set: exact log-probs were tested with "
+            f"{', '.join(_SPECULATION)} only; remove it"
+        )

@@ -669,7 +669,8 @@ def build_engine(
         if settings.transfer is not None:  # weights that are not sent as a checkpoint
             weights, ranks = partial(checkpoint_tensors, model), settings.tensor_parallel_size
             trained = TrainerWeights(settings.transfer, weights, model.device, ranks)
-        servers, check = _vllm_servers(config, settings, placement, trained), check_for_vllm
+        servers = _vllm_servers(config, settings, placement, trained)
+        check = partial(check_for_vllm, drafts=settings.drafts)
     engine = ServedEngine(
         servers,
         save=save,

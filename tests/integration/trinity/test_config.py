@@ -228,6 +228,8 @@ def test_evaluations_are_greedy_unless_said_otherwise(trinity, tmp_path):
         ("explorer.rollout_model.ignore_eos=true", "ends answers at their end"),
         ("explorer.rollout_model.extra_engine_args.structured_outputs_config={backend: auto}",
          "which is set here"),
+        ("explorer.rollout_model.extra_engine_args.speculative_config={method: ngram}",
+         "log-probs of Trinity-RFT's vLLM"),
         ("mode=both3", "Trinity-RFT has both, colocate"),
         ("tuner.deterministic=true", "only the local backend does this"),
         ("buffer.explorer_input.taskset={rollout_args: {temperature: 0.5}}",

@@ -67,8 +67,11 @@ _TIES = 8
 """Number of further tokens that may have the logit of the last of the top_k."""
 
 
-def check_for_vllm(sampling: SamplingParams) -> None:
+def check_for_vllm(sampling: SamplingParams, *, drafts: bool = False) -> None:
     """Reject settings that define no distribution, or that vLLM would change.
+
+    Args:
+        drafts: Whether vLLM decodes speculatively, which excludes two more settings.
 
     Raises:
         SamplingError: Names the setting, its value and what is allowed.
@@ -84,6 +87,14 @@ def check_for_vllm(sampling: SamplingParams) -> None:
             f"is {sampling.temperature!r}, which vLLM would treat as {_LOWEST}; set it to 0, or to "
             f"{_LOWEST} or more",
         )
+    for setting in ("min_p", "logit_bias"):
+        if drafts and getattr(sampling, setting):
+            raise SamplingError(
+                setting,
+                "is not supported by vLLM with speculative_config "
+                "(explorer.rollout_model.extra_engine_args): leave it out, or remove "
+                "speculative_config",
+            )
 
 
 def listed(sampling: SamplingParams, longest: int) -> int:
@@ -249,6 +260,11 @@ class VllmSettings:
     transfer: Literal["ipc", "nccl"] | None = None
     sleeps: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether vLLM decodes speculatively."""
+        return self.extra.get("speculative_config") is not None
 
 
 def _ends_with_vllm(
@@ -483,12 +499,20 @@ def _start(settings: VllmSettings, weights: Weights) -> AsyncLLM:
     try:
         from vllm import AsyncEngineArgs
         from vllm.platforms import current_platform
+        from vllm.triton_utils import HAS_TRITON
         from vllm.v1.engine.async_llm import AsyncLLM
     except ImportError as error:
         raise MissingDependencyError(
             f"vLLM cannot be imported ({error}): {pip_install('vllm')}, or set "
             "explorer.rollout_model.engine_type to transformers"
         ) from error
+    if settings.drafts and not HAS_TRITON:
+        # The kernel for CPUs that hands temperature, top_k and top_p to drafted tokens writes into
+        # a copy (0.32.0): a wrong draft is followed by tokens that the model never samples.
+        raise EngineError(
+            "explorer.rollout_model.extra_engine_args.speculative_config is set, but vLLM without "
+            "Triton, as on a CPU, then samples from a wrong distribution: remove it"
+        )
     model = settings.model or str(weights.folder)
     arguments: dict[str, Any] = {
         "model": model,
