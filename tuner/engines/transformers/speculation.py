@@ -28,7 +28,7 @@ _FEW, _FEWER, _MOST = 3, 2, 8
 and that are compared at most."""
 _LONGEST = 16
 """Maximum number of tokens of a draft."""
-FEW_REQUESTS = 4
+FEW_REQUESTS = 8
 """Maximum number of requests that decode with drafts: more make the pass over them large."""
 _COST, _COST_OF_TOKEN = 0.3, 0.03
 """How much longer a pass takes with a draft, and with each of its tokens, in passes without one.
