@@ -3,7 +3,8 @@
     python benchmarks/speculation.py [--rounds 5]
 
 - tool agent: the calls of `_guess_agent` in games of six tries, recorded before and each generated
-  again, one at a time or four. Thereby an agent repeats its earlier calls but for their numbers.
+  again, one, four or eight at a time. Thereby an agent repeats its earlier calls but for their
+  numbers.
 - word problems: the tiny model solves problems of examples/gsm8k, which repeats little.
 - random: a random model continues 100 random tokens, and nothing repeats.
 
@@ -41,7 +42,6 @@ from tuner.engines.transformers.passes import cache_argument
 ROOT = Path(__file__).parents[1]
 TOKENS = 96
 GAMES, TRIES = 4, 6
-TOGETHER = 4
 GOAL, NEVER_SLOWER = 1.5, 0.97
 
 Prompts = list[list[int]]
@@ -167,7 +167,7 @@ def main() -> None:
     )
     rows = []
     for name, served, words, prompts, goal in cases:
-        for size in (1, TOGETHER):
+        for size in (1, 4, few):
             runs = {
                 "ours": make_run(served, words, few),
                 "without drafts": make_run(served, words, 0),

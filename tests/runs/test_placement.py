@@ -333,6 +333,14 @@ def test_awake_vllm_leaves_room_for_an_update_as_far_as_it_has_enough():
         (
             [
                 "explorer.rollout_model.engine_type=vllm",
+                "explorer.rollout_model.extra_engine_args.speculative_config={method: ngram}",
+                "model.adapters.writer={}",
+            ],
+            r"speculative_config is set with model\.adapters\.writer, but drafts",
+        ),
+        (
+            [
+                "explorer.rollout_model.engine_type=vllm",
                 "tuner.placement=colocate",
                 "tuner.engine.urls=[http://a:1]",
             ],

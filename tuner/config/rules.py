@@ -306,3 +306,8 @@ def _engine_arguments(config: RunConfig) -> Iterator[str]:
             f"{key}.{unknown[0]} cannot be set: exact log-probs were tested with "
             f"{', '.join(_SPECULATION)} only; remove it"
         )
+    elif adapters := [*config.model.loras]:
+        yield (
+            f"{key} is set with {adapters[0]}, but drafts were not tested with adapters: remove "
+            "one of them"
+        )
