@@ -26,7 +26,7 @@ from tuner.engines.request import end_ids_of
 from tuner.engines.servers import TokenServer
 from tuner.engines.sglang.client import SglangServer, SglangSettings, check_for_sglang
 from tuner.engines.transformers.engine import TransformersEngine
-from tuner.engines.transformers.model_shape import head_width, layer_configs, layer_windows
+from tuner.engines.transformers.model_shape import cache_bytes, layer_windows
 from tuner.engines.transformers.passes import power_of_two
 from tuner.engines.transformers.slots import FIRST_CAPACITY
 from tuner.engines.vllm.client import TrainerWeights, VllmProcess, VllmServer, transfer_backends
@@ -90,19 +90,13 @@ def needs_of(
     update = moments + masters
     # Gradients stay on the device.
     kept = 4 if config.trainer.optimizer_offload else update
-    settings = model.config.get_text_config(decoder=True)
-    token = sum(
-        2 * each * head_width(layer) * (getattr(layer, "num_key_value_heads", None) or heads)
-        for layer in layer_configs(settings)
-        if (heads := getattr(layer, "num_attention_heads", 0))
-    )
     needs = Needs(
         trainer=(1 + references + critics) * each * parameters
         + kept * trained
         + update * critics * parameters
         + auxiliary,
         weights=each * parameters,
-        request=token * max_model_len,
+        request=cache_bytes(model) * max_model_len,
         gradients=4 * (trained + critics * parameters),
     )
     tokens = config.trainer.max_token_len_per_gpu
