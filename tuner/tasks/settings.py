@@ -42,7 +42,7 @@ _ALGORITHM_KEYS = {
 }
 # Defaults of AgentScope's tune() without a file, if they differ from the schema's.
 WITHOUT_FILE = {
-    "explorer.runner_per_model": 16,
+    "explorer.runner_per_model": "auto",
     "explorer.max_timeout": 3600,
     "trainer.save_interval": 100,
 }

@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 _SHORT_STEP = 0.02
 """Steps of at most this many seconds run on the event loop."""
 _FEWEST_CACHED = 1024
-"""Number of tokens that the keys and values of an engine may have, however little memory is left."""
+"""Number of tokens whose keys and values may be stored however little memory is left."""
 _POLL = 0.0005
 """Seconds between checks whether a step in the worker thread has ended."""
 
@@ -95,7 +95,7 @@ class TransformersEngine(RequestEngine):
         max_slots: Maximum of requests computed at once; unused rows keep finished requests as
             prefix cache. Memory is allocated as needed, per layer `2 * kv_heads * head_dim` numbers
             for each token: with prefixes (on a CPU) at most four times the tokens in rows,
-            otherwise `max_slots` times the longest request.
+            otherwise `max_slots` times the longest request, and never more than `limit_cache` says.
         deterministic: The same bits for equal requests, whatever else is in flight.
         version: Version of the current weights.
         prefill_tokens: Maximum of prompt tokens computed in one forward pass.
@@ -156,6 +156,7 @@ class TransformersEngine(RequestEngine):
         self._runner = self._make_runner(deterministic, max_slots, prefill_tokens, enforce_eager)
         self._lock = threading.Lock()  # held while a step runs
         self._in_flight: set[Request] = set()
+        self._cached_tokens: int | None = None
         self._numbers = count()
         self._arrived: deque[Request] = deque()  # other threads may append while a step runs
         self._pauses = 0
@@ -229,11 +230,16 @@ class TransformersEngine(RequestEngine):
         Returns:
             The maximum number of tokens; None for an engine that serves one request at a time.
         """
-        if not isinstance(self._runner, SlotRunner):
-            return None
-        tokens = max(_FEWEST_CACHED, size // cache_bytes(self._model))
-        self._runner.limit_cache(tokens)
-        return tokens
+        if isinstance(self._runner, SlotRunner):
+            tokens = max(_FEWEST_CACHED, size // cache_bytes(self._model))
+            self._runner.limit_cache(tokens)
+            self._cached_tokens = tokens
+        return self._cached_tokens
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Maximum number of tokens whose keys and values are stored; None: no limit is set."""
+        return self._cached_tokens
 
     @property
     def no_drafts(self) -> str:

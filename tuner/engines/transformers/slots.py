@@ -210,7 +210,9 @@ class Rows:
         behind = int(self.computed[row]) - position
         parent = self.leaf[row]
         prefix = self.cache.seal(row, parent, length, behind)
-        if parent is not None and not any(
+        # A part of a split prefix is not joined, or both copies of its tokens would be stored.
+        whole = parent is not None and parent.stored[1] == parent.end - parent.start
+        if whole and not any(
             parent in chain(leaf) for leaf in [*self.leaf[:row], *self.leaf[row + 1 :]]
         ):
             prefix = prefix.with_parent()
