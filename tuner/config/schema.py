@@ -902,10 +902,11 @@ class ExplorerSection(Section):
 
     runner_per_model: Annotated[int, Field(ge=1, le=MOST_AT_ONCE)] | Literal["auto"] = Field(
         default="auto",
-        description="Maximum number of concurrent rollouts. `auto`: those of a step, up to the "
-        "number of answers that the engine generates concurrently (`tuner.max_slots`), but at "
-        "least 8; 8 if the engine is at `tuner.engine.urls`, or if each rollout has its own program "
-        "or container ([programs](programs.md), [Harbor](harbor.md)).",
+        description="Maximum number of concurrent rollouts. `auto`: as many as a step has, up to "
+        "the number of answers that the engine generates concurrently (`tuner.max_slots`), and at "
+        "least 8. It is 8 if the engine's servers are at `tuner.engine.urls`, and for "
+        "`environment: program` and `harbor`, whose rollouts have their own processes; 16 on the "
+        "backend `trinity`.",
     )
     max_timeout: Seconds = Field(
         default=1800, gt=0, description="Time limit of one attempt at a rollout, in seconds."

@@ -361,11 +361,13 @@ class Rows:
         capacity, more = self.cache.capacity, 0
         base = int(self.base[source]) if reused else 0
         if reused < base:  # the prefix is cut, or its first tokens are copied
-            base = max(0, reused - max(self._block, _WORTH_SHARING))
+            base = max(0, reused - reused % self._block if self._block else reused - _WORTH_SHARING)
         elif reused and source < active and self._shares:
-            more, base = reused - base, reused
+            more = reused - base
+            more -= more % self._block if self._block else 0
+            base += more
         headroom = _HEADROOM if active else 0
-        new = length + 1 - base + self._block
+        new = length + 1 - base
         own = np.append(self._own()[:active] + headroom, new + headroom)
         own = np.minimum(own, self._max_length)
         if not self._shares or (decoding < active and new > capacity):
