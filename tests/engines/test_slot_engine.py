@@ -324,7 +324,8 @@ async def test_many_long_requests_stay_within_the_memory_and_all_end_exactly(how
         (prompt(50) + prompt(9 + n, n % 5), SamplingParams(max_tokens=100, seed=n))
         for n in range(8)
     ]
-    results = await generate_all(engine, requests)
+    async with asyncio.timeout(60):
+        results = await generate_all(engine, requests)
     assert 500 < max(peak) <= 600
     assert engine.stats.preempted > 0
     for (ids, sampling), got in zip(requests, results, strict=True):
@@ -336,15 +337,31 @@ async def test_many_long_requests_stay_within_the_memory_and_all_end_exactly(how
 
 async def test_what_finished_requests_left_gives_way_before_a_request_waits():
     engine = make_engine(make_model())
-    limited(engine, 3 * 129)
+    limited(engine, 4 * 129)
 
     async def cached(conversation):
         sampling = SamplingParams(max_tokens=2, seed=conversation)
         return (await engine.generate(prompt(100, conversation), sampling, "s")).cached_tokens
 
-    assert [await cached(n) for n in (1, 2, 3, 1)] == [0, 0, 0, 99]
-    assert [await cached(n) for n in (4, 1, 2)] == [0, 99, 0]
+    assert [await cached(n) for n in (1, 2, 3, 4, 1)] == [0, 0, 0, 0, 99]
+    assert [await cached(n) for n in (5, 1, 2)] == [0, 99, 0]
+    # Two rows give way to a long request, and not the one that was used last.
+    await engine.generate(prompt(200, 9), SamplingParams(max_tokens=2), "s")
+    assert await cached(2) == 99
     assert engine.stats.preempted == 0
+
+
+async def test_a_part_of_a_divided_prefix_is_not_stored_twice():
+    engine, ids = make_engine(make_model()), prompt(220)
+    sampling = SamplingParams(max_tokens=4)
+    await generate_all(engine, [(ids, sampling)] * 2)
+    await engine.generate([*ids[:120], *prompt(9, 1)], sampling, "s")
+    held = engine._runner._rows
+    row, other = (row for row in range(held.count) if held.base[row] > 120)
+    held.leaf[other], held.base[other], held.computed[other] = None, 0, 0
+    before, own = held.allocated, held.computed[row] - held.base[row]
+    held.seal(row)
+    assert held.allocated == before + own > before
 
 
 async def test_a_request_that_is_too_long_for_the_memory_fails_alone():
@@ -356,7 +373,8 @@ async def test_a_request_that_is_too_long_for_the_memory_fails_alone():
         for seed, (length, tokens) in enumerate([(100, 20), (400, 9), (150, 200), (100, 120)])
     ]
     asked = [engine.generate(ids, sampling, "s") for ids, sampling in requests]
-    results = await asyncio.gather(*asked, return_exceptions=True)
+    async with asyncio.timeout(60):
+        results = await asyncio.gather(*asked, return_exceptions=True)
     for failed, tokens in ((results[1], 400), (results[2], range(265, 301))):
         assert isinstance(failed, ContextLengthError)
         said = re.search(r"has (\d+) tokens.* for 300: lower model.max_model_len", str(failed))
