@@ -554,6 +554,7 @@ class SlotRunner:
         """Free the rows of abandoned requests; what they computed stays as cache."""
         if any(request.abandoned for request in self.waiting):
             self.waiting = deque(request for request in self.waiting if not request.abandoned)
+            self._blocked = False
         for row in reversed(range(len(self.active))):
             if self.active[row].abandoned:
                 self._retire(row)
