@@ -64,9 +64,8 @@ given to `tune()`, and `key=value` overrides describe a run. The keys of `tuner`
 **Order.** Defaults < file < Python objects < overrides. Of a Python object, only the fields that
 you set count. A dataset given in Python replaces the file's path, split and subset together;
 evaluation sets given in Python replace the file's; an auxiliary model is added to the file's.
-Without a file, `tune()` starts with AgentScope's defaults: `explorer.runner_per_model` 16,
-`explorer.max_timeout` 3600, `trainer.save_interval` 100, and `project` AgentScope for a workflow
-whose file imports AgentScope.
+Without a file, `tune()` starts with AgentScope's defaults: `explorer.max_timeout` 3600,
+`trainer.save_interval` 100, and `project` AgentScope for a workflow whose file imports AgentScope.
 
 **Overrides.** `tuner run config.yaml buffer.batch_size=8 model.temperature=0.7`, or `tune(...,
 overrides=["buffer.batch_size=8"])`. Values are read as YAML. Items of a list are addressed by

@@ -84,7 +84,7 @@ def test_three_things_by_position_are_enough(backend):
         "report": leave_report,
     }
     assert backend.config.name.startswith("Experiment-2")
-    assert backend.config.explorer.runner_per_model == 16
+    assert backend.config.concurrent_rollouts == 64
     assert backend.config.trainer.save_interval == 100
     assert backend.config.algorithm.repeat_times == 8
 
@@ -105,7 +105,7 @@ def test_only_fields_that_were_set_override_the_file(backend, write):
     assert (config.algorithm.optimizer.lr, config.algorithm.repeat_times) == (0.25, 4)
     assert (config.buffer.batch_size, config.trainer.save_interval) == (2, 7)
     assert (config.explorer.eval_interval, config.name) == (9, "mine")
-    assert config.explorer.runner_per_model == 8
+    assert config.concurrent_rollouts == 8
 
 
 def test_every_field_of_the_objects_reaches_the_configuration(backend):

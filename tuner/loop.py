@@ -168,7 +168,7 @@ async def _run(
                     TraceStore(
                         record.directory.traces, stack.model.config.get_text_config().vocab_size
                     ),
-                    max_running=config.explorer.runner_per_model,
+                    max_running=config.concurrent_rollouts,
                     on_end=record.timeline.rollout,
                 )
             if isinstance(data, Examples):

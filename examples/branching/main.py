@@ -19,7 +19,6 @@ SETTINGS = (
     "buffer.total_steps=6",
     "algorithm.repeat_times=16",
     "algorithm.optimizer.lr=5e-4",
-    "explorer.runner_per_model=64",
     "explorer.eval_interval=1",
     "model.max_response_tokens=64",
 )

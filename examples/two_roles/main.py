@@ -24,7 +24,6 @@ SETTINGS = (
     "buffer.total_steps=8",
     "algorithm.repeat_times=8",
     "algorithm.optimizer.lr=5e-3",
-    "explorer.runner_per_model=64",
     "explorer.eval_interval=4",
     "model.max_response_tokens=64",
 )

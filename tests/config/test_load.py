@@ -255,6 +255,9 @@ def test_when_set_chooses_by_environment(write, monkeypatch):
     assert load_config(path).buffer.batch_size == 32
 
 
+VLLM = ["explorer.rollout_model.engine_type=vllm"]
+
+
 @settings(max_examples=15, deadline=None)
 @given(
     layers=st.tuples(*[st.none() | st.integers(1, 1000) for _ in range(3)]),
@@ -273,6 +276,30 @@ def test_later_layers_win_and_absent_ones_change_nothing(tmp_path_factory, layer
     default = RunConfig.model_fields[section].default.model_dump()[name]
     given_values = [value for value in (on_line, in_python, in_file, default) if value is not None]
     assert getattr(getattr(config, section), name) == given_values[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        ([], 48),
+        (["explorer.runner_per_model=16"], 16),
+        (["tuner.max_slots=20"], 20),
+        (["buffer.batch_size=60"], 64),
+        (["buffer.batch_size=1", "algorithm.repeat_times=2"], 8),
+        (["tuner.max_slots=100", "synchronizer.sync_offset=1"], 96),
+        ([*VLLM, "explorer.rollout_model.engine_num=2", "buffer.batch_size=60"], 128),
+        ([*VLLM, "tuner.engine.urls=[http://a:1]"], 8),
+    ],
+)
+def test_as_many_rollouts_as_the_engine_holds_and_a_step_has(overrides, wanted):
+    config = load_config(overrides=["buffer.batch_size=6", *overrides])
+    assert config.concurrent_rollouts == wanted
+
+
+@pytest.mark.parametrize("value", ["all", "true", "0"])
+def test_other_numbers_of_rollouts_are_refused(value):
+    with pytest.raises(ConfigError, match=r"explorer\.runner_per_model"):
+        load_config(overrides=[f"explorer.runner_per_model={value}"])
 
 
 names_of_folders = st.text(min_size=1).filter(

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import re
+import sys
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ from tuner.engines.transformers import slots as rows
 from tuner.engines.transformers.kv_cache import Placement, SlotCache
 from tuner.engines.transformers.passes import RowPass, rows_agree
 from tuner.engines.transformers.slots import SlotRunner
-from tuner.errors import ConfigError
+from tuner.errors import ConfigError, ContextLengthError
 from tuner.runs.stack import context_length
 
 BATCHED = ["qwen3", "llama", "mistral", "gemma3", "gemma4"]
@@ -295,6 +297,94 @@ async def test_training_works_beside_the_engine():
     assert all(p.grad is not None for p in model.parameters())
 
 
+def limited(engine, tokens):
+    """Limit the tokens with memory for keys and values; returns their number in each pass."""
+    runner, found = engine._runner, []
+    runner.limit_cache(tokens)
+    compute = runner._pass
+
+    def counted(*args):
+        logits = compute(*args)
+        found.append(runner._rows.allocated)
+        return logits
+
+    runner._pass = counted
+    return found
+
+
+@pytest.mark.parametrize("how", ["prefixes", "rows", "blocks"])
+async def test_many_long_requests_stay_within_the_memory_and_all_end_exactly(how, monkeypatch):
+    monkeypatch.setattr(rows, "_HEADROOM", 1)
+    model = make_model()
+    if how == "rows":
+        model.set_attn_implementation("eager")
+    engine = make_engine(model, deterministic=how == "blocks")
+    peak = limited(engine, 600)
+    requests = [
+        (prompt(50) + prompt(9 + n, n % 5), SamplingParams(max_tokens=100, seed=n))
+        for n in range(8)
+    ]
+    async with asyncio.timeout(60):
+        results = await generate_all(engine, requests)
+    assert 500 < max(peak) <= 600
+    assert engine.stats.preempted > 0
+    for (ids, sampling), got in zip(requests, results, strict=True):
+        assert len(got.completion_ids) == 100
+        assert error(model, ids, got, sampling) < 1e-5
+    if how == "blocks":
+        assert results == await generate_all(make_engine(model, deterministic=True), requests)
+
+
+async def test_what_finished_requests_left_gives_way_before_a_request_waits():
+    engine = make_engine(make_model())
+    limited(engine, 4 * 129)
+
+    async def cached(conversation):
+        sampling = SamplingParams(max_tokens=2, seed=conversation)
+        return (await engine.generate(prompt(100, conversation), sampling, "s")).cached_tokens
+
+    assert [await cached(n) for n in (1, 2, 3, 4, 1)] == [0, 0, 0, 0, 99]
+    assert [await cached(n) for n in (5, 1, 2)] == [0, 99, 0]
+    # Two rows give way to a long request, and not the one that was used last.
+    await engine.generate(prompt(200, 9), SamplingParams(max_tokens=2), "s")
+    assert await cached(2) == 99
+    assert engine.stats.preempted == 0
+
+
+async def test_a_part_of_a_divided_prefix_is_not_stored_twice():
+    engine, ids = make_engine(make_model()), prompt(220)
+    sampling = SamplingParams(max_tokens=4)
+    await generate_all(engine, [(ids, sampling)] * 2)
+    await engine.generate([*ids[:120], *prompt(9, 1)], sampling, "s")
+    held = engine._runner._rows
+    row, other = (row for row in range(held.count) if held.base[row] > 120)
+    held.leaf[other], held.base[other], held.computed[other] = None, 0, 0
+    before, own = held.allocated, held.computed[row] - held.base[row]
+    held.seal(row)
+    assert held.allocated == before + own > before
+
+
+async def test_a_request_that_is_too_long_for_the_memory_fails_alone():
+    model = make_model()
+    engine = make_engine(model, max_model_len=512)
+    peak = limited(engine, 300)
+    requests = [
+        (prompt(length, seed), SamplingParams(max_tokens=tokens, seed=seed))
+        for seed, (length, tokens) in enumerate([(100, 20), (400, 9), (150, 200), (100, 120)])
+    ]
+    asked = [engine.generate(ids, sampling, "s") for ids, sampling in requests]
+    async with asyncio.timeout(60):
+        results = await asyncio.gather(*asked, return_exceptions=True)
+    for failed, tokens in ((results[1], 400), (results[2], range(265, 301))):
+        assert isinstance(failed, ContextLengthError)
+        said = re.search(r"has (\d+) tokens.* for 300: lower model.max_model_len", str(failed))
+        assert said is not None
+        assert int(said[1]) in (tokens if isinstance(tokens, range) else [tokens])
+    for n in (0, 3):
+        assert error(model, requests[n][0], results[n], requests[n][1]) < 1e-5
+    assert max(peak) <= 300
+
+
 requests_and_times = st.lists(
     st.tuples(
         st.integers(0, 3),  # which conversation the prompt is a prefix of
@@ -321,9 +411,10 @@ _MODELS = [make_model(kind) for kind in ("gemma3", "mistral", "qwen3")]
         [(2, 4, 0, 1), (2, 16, 64, 256), (5, 8, 0, 1 << 17), (5, 128, 8192, 1), (96, 128, 8192, 1)]
     ),
     st.booleans(),
+    st.sampled_from([sys.maxsize, 600, 150]),
 )
 def test_any_order_of_arrivals_and_cancellations_gives_right_log_probs(
-    model, plan, slots, budget, room, drafting
+    model, plan, slots, budget, room, drafting, limit
 ):
     async def one(engine, conversation, length, base, max_tokens, wait, cancel, seed):
         ids = prompt(10)[: min(length, 10)] + prompt(60, conversation)[10:length]
@@ -345,12 +436,14 @@ def test_any_order_of_arrivals_and_cancellations_gives_right_log_probs(
 
     async def main():
         engine = make_engine(model, max_slots=slots, prefill_tokens=budget)
+        peak = limited(engine, limit)
         engine._prompt_token_seconds = engine._decode_seconds = 0.0  # stay on the event loop
         async with asyncio.timeout(60):
             await asyncio.gather(*(one(engine, *item, n) for n, item in enumerate(plan)))
             await asyncio.sleep(0.001)
         stats = engine.stats
         assert (stats.running, stats.waiting) == (0, 0)
+        assert max(peak, default=0) <= limit
 
     with pytest.MonkeyPatch.context() as patch:
         for name, value in zip(

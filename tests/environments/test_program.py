@@ -322,6 +322,7 @@ tuner:
     rows = [{"question": f"{n} + 1?"} for n in range(8)]
     file, few = tmp_path / "run.yaml", ["buffer.batch_size=4", "buffer.total_steps=1"]
     run = prepare(environment=program, train_dataset=rows, config_path=file, overrides=few)
+    assert run.config.concurrent_rollouts == 8  # 32 without processes
     assert run.judge is program.judge
     assert run.config.tuner.judge is None  # it is named by the environment
 

@@ -31,7 +31,7 @@ def rows(*, queue=0.0, count=11, step=20.0, **parts):
     ],
 )
 def test_what_dominates_is_named_with_a_fix(times, part, fix):
-    sentence = advice(rows(**times), load_config())
+    sentence = advice(rows(**times), load_config(overrides=["explorer.runner_per_model=8"]))
     assert part in sentence
     assert fix in sentence
 

@@ -157,6 +157,72 @@ def test_sleep_that_cannot_be_or_does_not_suffice_is_refused(overrides, gpus, me
         choose(*overrides, gpus=gpus, needs=UPDATING, memory=memory)
 
 
+def test_engines_in_this_process_share_half_of_what_the_run_leaves(monkeypatch):
+    needs = Needs(10 * GIB, 2 * GIB, GIB, gradients=3 * GIB, update=4 * GIB, loaded=2 * GIB)
+    monkeypatch.setattr(placement, "_available", lambda _: 21 * GIB)
+    monkeypatch.setattr(placement, "_left_to_groups", lambda: [16 * GIB])
+    one, two = (
+        load_config(),
+        load_config(overrides=["explorer.auxiliary_models=[{name: a, model_path: a}]"]),
+    )
+    cpu = torch.device("cpu")
+    assert placement.cache_memory(one, needs, cpu) == (16 + 2 - 10 + 3) * GIB // 2
+    assert placement.cache_memory(two, needs, cpu) == (16 + 2 - 10 + 3) * GIB // 4
+    monkeypatch.setattr(placement, "free_bytes", lambda _: 40 * GIB)
+    assert placement.cache_memory(one, needs, cpu) == (40 + 2 - 10 - 4 - 1) * GIB // 2
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "names"),
+    [
+        ("0::/a/b", "a", ("memory.max", "memory.current", "inactive_file")),
+        (
+            "4:memory:/a/b",
+            "memory",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ),
+    ],
+)
+def test_the_limit_of_a_control_group_counts_and_not_its_cached_files(
+    tmp_path, line, folder, names
+):
+    (tmp_path / "cgroup").write_text(f"3:cpuset:/\n{line}\n")
+    group = tmp_path / folder
+    group.mkdir()
+    for name, text in zip(names, ("1000", "700"), strict=False):
+        (group / name).write_text(text)
+    (group / "memory.stat").write_text(f"anon 9\n{names[2]} 50\n")
+    assert list(placement._left_to_groups(tmp_path / "cgroup", tmp_path)) == [350]
+    (group / names[0]).write_text("max")
+    assert list(placement._left_to_groups(tmp_path / "cgroup", tmp_path)) == []
+
+
+async def test_an_engine_says_if_a_request_may_be_too_long_for_the_memory(caplog, monkeypatch):
+    monkeypatch.setattr(placement, "cache_memory", lambda *_: 0)
+    model, config = make_model(), load_config(overrides=["tuner.max_slots=3"])
+    config = placement.EngineChoice("transformers").applied(config)
+    needs = needs_of(config, model, 2000, references=0, critics=0)
+    engine, _ = placement.build_engine(
+        config,
+        model,
+        make_tokenizer(),
+        max_model_len=2000,
+        version=0,
+        save=lambda _: None,
+        needs=lambda: needs,
+    )
+    assert engine.cached_tokens == 1024
+    assert "keys and values of 1024 tokens, and a request may have 2000" in caplog.text
+    held = [
+        generating(
+            config, needs, 2000, [prompt(9)], longest=1500, together=3, limit=engine.cached_tokens
+        ),
+        generating(config, needs, 2000, [prompt(9)], longest=1500, together=3),
+    ]
+    assert held[0] < held[1]
+    await engine.close()
+
+
 def test_memory_of_cached_files_can_be_had(tmp_path):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 9 kB\nMemFree:   3 kB\nMemAvailable:   7 kB\nCached: 4 kB\n")

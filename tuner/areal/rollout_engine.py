@@ -154,7 +154,7 @@ class RolloutEngine:
 
         def begin(done: int) -> None:
             """Start as many groups as staleness allows."""
-            most = self._run.config.explorer.runner_per_model
+            most = self._run.config.concurrent_rollouts
             allowed = admissible(
                 max_running=max(1, most // group_size),
                 running=len(self._ahead),

@@ -76,7 +76,7 @@ class Run:
         if self._rollouts is None:
             runner, config = self.stack.runner, self.config
             assert runner is not None, "an explicit training loop always has a workflow"
-            self._rollouts = Rollouts(runner, None, max_running=config.explorer.runner_per_model)
+            self._rollouts = Rollouts(runner, None, max_running=config.concurrent_rollouts)
         return self._rollouts
 
     @property

@@ -94,6 +94,8 @@ MOST = 2**63 - 1
 Count = Annotated[int, Field(le=2**31 - 1)]
 # Bounds where each one takes memory or a process from the start.
 MOST_AT_ONCE = 2**16
+# Concurrent rollouts where nothing says how many are possible; Trinity-RFT's default.
+FEW_ROLLOUTS = 8
 MOST_PROCESSES = 2**10
 
 
@@ -898,8 +900,13 @@ class OverRolloutSection(Section):
 class ExplorerSection(Section):
     """`explorer.*`"""
 
-    runner_per_model: int = Field(
-        default=8, ge=1, le=MOST_AT_ONCE, description="Maximum number of concurrent rollouts."
+    runner_per_model: Annotated[int, Field(ge=1, le=MOST_AT_ONCE)] | Literal["auto"] = Field(
+        default="auto",
+        description="Maximum number of concurrent rollouts. `auto`: as many as a step has, up to "
+        "the number of answers that the engine generates concurrently (`tuner.max_slots`), and at "
+        "least 8. It is 8 if the engine's servers are at `tuner.engine.urls`, and for "
+        "`environment: program` and `harbor`, whose rollouts have their own processes; 16 on the "
+        "backend `trinity`.",
     )
     max_timeout: Seconds = Field(
         default=1800, gt=0, description="Time limit of one attempt at a rollout, in seconds."
@@ -920,6 +927,13 @@ class ExplorerSection(Section):
         description="Steps between evaluations; 0: only at the start and the end.",
     )
     eval_on_startup: bool = Field(default=True, description="Evaluate before the first step.")
+
+    @field_validator("runner_per_model", mode="before")
+    @classmethod
+    def _rollouts(cls, value: Any) -> Any:
+        if isinstance(value, bool) or (isinstance(value, str) and value != "auto"):
+            raise ValueError("Input should be a number of rollouts, or auto")
+        return value
 
 
 class SynchronizerSection(Section):
@@ -2011,6 +2025,20 @@ class RunConfig(Section):
             or algorithm.policy_loss_fn == "dpo"
             or (teaches and self.tuner.algorithm.prompt_teacher == "start")
         )
+
+    @property
+    def concurrent_rollouts(self) -> int:
+        """Maximum number of concurrent rollouts: `explorer.runner_per_model`, or for `auto` those
+        under way, up to the number that the engine generates for at once."""
+        explorer = self.explorer
+        if explorer.runner_per_model != "auto":
+            return explorer.runner_per_model
+        if self.tuner.engine.urls:  # servers may have room for any number
+            return FEW_ROLLOUTS
+        steps = 1 + self.synchronizer.sync_offset
+        under_way = self.buffer.batch_size * self.algorithm.repeat_times * steps
+        held = self.tuner.max_slots * explorer.rollout_model.engine_num
+        return max(FEW_ROLLOUTS, min(held, under_way, MOST_AT_ONCE))
 
     @property
     def longest_answer(self) -> int | None:

@@ -204,6 +204,7 @@ class EngineStats:
             dropped in time, but the recorded versions are those of the last announced weights.
         restarts: Times a dead process was restarted.
         update_seconds: Seconds of the last `update_weights`.
+        preempted: Times a request gave its slot to one that came before it and needed memory.
         running: Requests that hold a slot now.
         waiting: Requests that wait for a slot now.
     """
@@ -219,6 +220,7 @@ class EngineStats:
     unannounced_updates: int = 0
     restarts: int = 0
     update_seconds: float = 0.0
+    preempted: int = 0
     running: int = 0
     waiting: int = 0
 

@@ -125,13 +125,15 @@ class Request(Progress):
         form: Position in its grammar; None without one.
         edits: Changes of single logits; None if there are none.
         error: Why it cannot continue, although the others of its batch can.
+        number: Order of arrival.
     """
 
     uniforms: Random
     future: asyncio.Future[Generation]
     form: GrammarState | None = None
     edits: LogitEdits | None = field(init=False, default=None)
-    error: EngineError | GrammarError | None = None
+    error: EngineError | GrammarError | ContextLengthError | None = None
+    number: int = 0
 
     def __post_init__(self) -> None:
         if self.sampling.edits_logits:
@@ -142,7 +144,7 @@ class Request(Progress):
         """Whether nobody can receive the result any more."""
         return self.cancelled or self.future.get_loop().is_closed()
 
-    def settle(self, outcome: Generation | EngineError | GrammarError) -> None:
+    def settle(self, outcome: Generation | EngineError | GrammarError | ContextLengthError) -> None:
         """Give the result or the error to the caller, from any thread."""
 
         def deliver() -> None:

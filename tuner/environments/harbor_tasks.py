@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tuner.config.schema import FEW_ROLLOUTS
 from tuner.environments.containers import ContainerEngine, ContainerLimits
 from tuner.environments.conversation import Dialogue, function_tool
 from tuner.environments.program import filled, limits_of, model_variables, values_of
@@ -197,6 +198,8 @@ class Harbor(Environment):
         ConfigError: A task cannot be read, or asks for what the sandbox cannot do.
         MissingDependencyError: Harbor is not installed.
     """
+
+    settings: Mapping[str, Any] = {"explorer.runner_per_model": FEW_ROLLOUTS}
 
     def __init__(
         self,

@@ -28,6 +28,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from tuner.config.schema import FEW_ROLLOUTS
 from tuner.encoding import DISPLAY_ERRORS, displayable
 from tuner.environments.containers import ContainerEngine, ContainerLimits, owned_folder
 from tuner.errors import ConfigError, ProgramError
@@ -303,6 +304,8 @@ class Program(Environment):
         ConfigError: Arguments do not fit together, or there is no such template.
         MissingDependencyError: The image cannot be run here.
     """
+
+    settings: Mapping[str, Any] = {"explorer.runner_per_model": FEW_ROLLOUTS}
 
     def __init__(
         self,

@@ -748,7 +748,7 @@ def pool_of(
     wanted = config.tuner.workers
     if workflow is None or not wanted:
         return None
-    placing, most = None, config.explorer.runner_per_model
+    placing, most = None, config.concurrent_rollouts
     if wanted == "ray":
         assert config.cluster.ray_address is not None, "a conflict says it"
         placing = RayPlacement(config.cluster.ray_address, config.tuner.ray)

@@ -525,7 +525,7 @@ def advice(history: Iterable[Metrics], config: RunConfig) -> str | None:
 def _more_at_once(config: RunConfig) -> tuple[str, str, str]:
     """Settings that run more rollouts at a time, generate more answers at a time, and collect
     further ahead of training; each empty if it would change nothing, or its gain is unknown."""
-    offset, runners = config.synchronizer.sync_offset, config.explorer.runner_per_model
+    offset, runners = config.synchronizer.sync_offset, config.concurrent_rollouts
     under_way = config.buffer.batch_size * config.algorithm.repeat_times * (1 + offset)
     slots, useful = config.tuner.max_slots, min(under_way, SLOTS)
     limits = {"explorer.runner_per_model": runners, "tuner.max_slots": slots}

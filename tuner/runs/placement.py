@@ -7,7 +7,8 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
@@ -26,7 +27,7 @@ from tuner.engines.request import end_ids_of
 from tuner.engines.servers import TokenServer
 from tuner.engines.sglang.client import SglangServer, SglangSettings, check_for_sglang
 from tuner.engines.transformers.engine import TransformersEngine
-from tuner.engines.transformers.model_shape import head_width, layer_configs, layer_windows
+from tuner.engines.transformers.model_shape import cache_bytes, layer_windows
 from tuner.engines.transformers.passes import power_of_two
 from tuner.engines.transformers.slots import FIRST_CAPACITY
 from tuner.engines.vllm.client import TrainerWeights, VllmProcess, VllmServer, transfer_backends
@@ -55,6 +56,7 @@ class Needs:
         gradients: The part of `trainer` that exists only during an update.
         update: What an update needs in addition to `trainer` if `trainer.max_token_len_per_gpu`
             limits its micro-batches; else 0.
+        loaded: The part of `trainer` that is in memory before an engine is built.
     """
 
     trainer: int
@@ -62,6 +64,7 @@ class Needs:
     request: int
     gradients: int = 0
     update: int = 0
+    loaded: int = 0
 
 
 def needs_of(
@@ -90,20 +93,15 @@ def needs_of(
     update = moments + masters
     # Gradients stay on the device.
     kept = 4 if config.trainer.optimizer_offload else update
-    settings = model.config.get_text_config(decoder=True)
-    token = sum(
-        2 * each * head_width(layer) * (getattr(layer, "num_key_value_heads", None) or heads)
-        for layer in layer_configs(settings)
-        if (heads := getattr(layer, "num_attention_heads", 0))
-    )
     needs = Needs(
         trainer=(1 + references + critics) * each * parameters
         + kept * trained
         + update * critics * parameters
         + auxiliary,
         weights=each * parameters,
-        request=token * max_model_len,
+        request=cache_bytes(model) * max_model_len,
         gradients=4 * (trained + critics * parameters),
+        loaded=each * parameters + auxiliary,
     )
     tokens = config.trainer.max_token_len_per_gpu
     if tokens is None:
@@ -193,6 +191,7 @@ def generating(
     *,
     longest: int,
     together: int,
+    limit: int | None = None,
 ) -> int:
     """Bytes that a run has while the model that it trains generates on a CPU.
 
@@ -202,6 +201,7 @@ def generating(
         prompts: Of rollouts of one task.
         longest: Maximum number of tokens of a conversation.
         together: Number of requests at a time; one is served without rows.
+        limit: Maximum number of tokens whose keys and values are stored.
     """
     columns = enumerate(zip(*prompts, strict=False))
     ends = (place for place, ids in columns if len(set(ids)) > 1)
@@ -210,8 +210,23 @@ def generating(
     if together > 1:
         slots = min(power_of_two(together), config.tuner.max_slots)
         capacity = min(max(power_of_two(max(1, longest - shared)), FIRST_CAPACITY), max_model_len)
-        tokens = shared + slots * capacity
+        tokens = min(shared + slots * capacity, limit or sys.maxsize)
     return needs.trainer - needs.gradients + needs.request * tokens // max_model_len
+
+
+def cache_memory(config: RunConfig, needs: Needs, device: torch.device) -> int:
+    """Bytes that the keys and values of each engine in this process may take: together half of what
+    the rest of the run leaves. The other half is for copies while rows grow, and for agents.
+
+    On a CPU an engine releases them before an update, on a GPU it does not.
+    """
+    free = free_bytes(device)
+    if free is None:
+        free = Machine.here(device).memory + needs.gradients
+    else:
+        free -= needs.update + _RESERVE
+    engines = 1 + len(config.explorer.auxiliary_models)
+    return (free + needs.loaded - needs.trainer) // 2 // engines
 
 
 _RESERVE = 1 << 30
@@ -244,7 +259,36 @@ class Machine:
                 torch.cuda.get_device_properties(index).total_memory
                 for index in range(torch.cuda.device_count())
             )
-        return Machine(gpus, _available(Path("/proc/meminfo")))
+        return Machine(gpus, min(_available(Path("/proc/meminfo")), *_left_to_groups()))
+
+
+def _left_to_groups(
+    process: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
+) -> Iterator[int]:
+    """Yield the bytes that each control group of this process with a limit leaves, those of cached
+    files included: versions 2 and 1."""
+    try:
+        lines = process.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, own = line.split(":", 2)
+        if controllers == "memory":
+            root, names = mount / "memory", ("limit_in_bytes", "usage_in_bytes")
+            cached = "total_inactive_file"
+        elif not controllers:
+            root, names, cached = mount, ("max", "current"), "inactive_file"
+        else:
+            continue
+        # In a container the group's own folder may be the root.
+        for folder in {root, *(root / part for part in (Path(own[1:]), *Path(own[1:]).parents))}:
+            try:
+                most, used = (int((folder / f"memory.{name}").read_text()) for name in names)
+                stat = (folder / "memory.stat").read_text()
+            except (OSError, ValueError):  # no such group, or "max"
+                continue
+            free = re.search(rf"^{cached} (\d+)$", stat, re.MULTILINE)
+            yield most - used + (int(free[1]) if free is not None else 0)
 
 
 def _available(meminfo: Path) -> int:
@@ -650,6 +694,14 @@ def build_engine(
             enforce_eager=config.explorer.rollout_model.enforce_eager,
             adapters=[peft_name(role) for role in config.model.trained_roles],
         )
+        limit = shared.limit_cache(cache_memory(config, needs(), model.device))
+        if limit is not None and limit < max_model_len:
+            _log.warning(
+                "memory is left for keys and values of %d tokens, and a request may have %d "
+                "(model.max_model_len): longer ones will fail",
+                limit,
+                max_model_len,
+            )
         return shared, None
     if config.explorer.rollout_model.engine_type == "vllm":
         _require_vllm(config)

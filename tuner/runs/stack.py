@@ -53,6 +53,7 @@ from tuner.runs.placement import (
     Machine,
     Needs,
     build_engine,
+    cache_memory,
     choose_engine,
     micro_batch_tokens,
     needs_of,
@@ -321,6 +322,9 @@ def build_stack(
         needs=needs,
         adapter=peft,
     )
+    for served_model in auxiliary.gateways:
+        if isinstance(served_model.engine, TransformersEngine):
+            served_model.engine.limit_cache(cache_memory(config, needs(), model.device))
     gateway = Gateway(
         engine,
         renderer,

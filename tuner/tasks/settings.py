@@ -40,9 +40,9 @@ _ALGORITHM_KEYS = {
     "save_interval_steps": "trainer.save_interval",
     "eval_interval_steps": "explorer.eval_interval",
 }
-# Defaults of AgentScope's tune() without a file, if they differ from the schema's.
+# Defaults of AgentScope's tune() without a file, if they differ from the schema's or Trinity-RFT's.
 WITHOUT_FILE = {
-    "explorer.runner_per_model": 16,
+    "explorer.runner_per_model": "auto",
     "explorer.max_timeout": 3600,
     "trainer.save_interval": 100,
 }

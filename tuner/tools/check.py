@@ -247,7 +247,7 @@ def _plan(
         f"{steps * rollouts * sampled:.0f} trained tokens"
     )
     yield f"  {_trained(stack)}, {algorithm_line(config)}"
-    slots = min(config.explorer.runner_per_model, config.tuner.max_slots)
+    slots = min(config.concurrent_rollouts, config.tuner.max_slots)
     evaluated = max(map(len, run.eval_tasks.values()), default=0)
     together = min(slots, max(rollouts, evaluated))
     yield memory_line(config, stack, rows, rollouts / len(traces), together)
@@ -305,7 +305,15 @@ def memory_line(
     if together and isinstance(stack.engine, TransformersEngine):
         together = together if stack.engine.batched else 1
         prompts, longest = [row.prompt_ids for row in rows], max(map(len, rows))
-        held = generating(config, needs, context, prompts, longest=longest, together=together)
+        held = generating(
+            config,
+            needs,
+            context,
+            prompts,
+            longest=longest,
+            together=together,
+            limit=stack.engine.cached_tokens,
+        )
         if images is not None:
             held += images.generating(together, LONG_THREADS)
         line = f"{line}, {held / 2**30:.2f} with {together} answers generated at once"

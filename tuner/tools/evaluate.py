@@ -385,7 +385,7 @@ async def _try(run: RunPlan, name: str, store: TraceStore | None) -> dict[str, S
     config, found = run.config, dict[str, SetScores]()
     # Keep stdout free: the results may be read by a program.
     console = ConsoleMonitor(1, Console(stderr=True, highlight=False, soft_wrap=True))
-    trials = CandidateTrials(run.eval_tasks, store, console, config.explorer.runner_per_model)
+    trials = CandidateTrials(run.eval_tasks, store, console, config.concurrent_rollouts)
     async with served_here(run, workers=True) as contender:
         console.say(f"{name}: {config.model.model_path}")
         with console:

@@ -202,7 +202,7 @@ async def _check(
         return JudgeOutput(reward=len(kept) - 1)
 
     alone = config.tuner.deterministic
-    running = 1 if alone else config.explorer.runner_per_model
+    running = 1 if alone else config.concurrent_rollouts
     async with aclosing(build_stack(config, workflow=run.workflow, judge=keep)) as stack:
         assert stack.runner is not None, "there is a workflow"
         bench = JudgeBench(

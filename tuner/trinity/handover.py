@@ -156,6 +156,8 @@ def _fill(tree: dict[str, Any]) -> None:
         # The path of new weights is passed on at once. Otherwise Trinity-RFT would look for it in a
         # file once a second, and a resumed run would begin with the weights before training.
         tree["synchronizer"] = {**(tree.get("synchronizer") or {}), "sync_method": "memory"}
+    if lookup(tree, "explorer.runner_per_model") == "auto":
+        tree["explorer"]["runner_per_model"] = 16  # AgentScope's default
     if lookup(tree, "explorer.eval_interval") == 0:
         # Never between the ends; Trinity-RFT divides by it.
         tree["explorer"]["eval_interval"] = 10**9

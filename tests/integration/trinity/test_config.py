@@ -82,6 +82,7 @@ def test_the_repositorys_file_passes_trinitys_check(trinity):
         ("trainer.grad_clip=0.5", "algorithm.optimizer.clip_grad", 0.5),
         ("explorer.eval_interval=4", "explorer.eval_interval", 4),
         ("explorer.runner_per_model=3", "explorer.runner_per_model", 3),
+        ("explorer.runner_per_model=auto", "explorer.runner_per_model", 16),
         ("explorer.rollout_model.engine_type=auto", "explorer.rollout_model.engine_type", "vllm"),
         ("explorer.rollout_model.engine_num=1", "explorer.rollout_model.engine_num", 1),
         ("explorer.rollout_model.seed=7", "explorer.rollout_model.seed", 7),

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import count
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from tuner.engines.base import (
 from tuner.engines.request import Request, RequestEngine, end_ids_of
 from tuner.engines.sampling import check_sampling
 from tuner.engines.transformers.fixed_sizes import fixed_sizes
-from tuner.engines.transformers.model_shape import length_limit, probe_length
+from tuner.engines.transformers.model_shape import cache_bytes, length_limit, probe_length
 from tuner.engines.transformers.passes import (
     RowPass,
     SoloRunner,
@@ -50,6 +51,8 @@ _log = logging.getLogger(__name__)
 
 _SHORT_STEP = 0.02
 """Steps of at most this many seconds run on the event loop."""
+_FEWEST_CACHED = 1024
+"""Number of tokens whose keys and values may be stored however little memory is left."""
 _POLL = 0.0005
 """Seconds between checks whether a step in the worker thread has ended."""
 
@@ -92,7 +95,7 @@ class TransformersEngine(RequestEngine):
         max_slots: Maximum of requests computed at once; unused rows keep finished requests as
             prefix cache. Memory is allocated as needed, per layer `2 * kv_heads * head_dim` numbers
             for each token: with prefixes (on a CPU) at most four times the tokens in rows,
-            otherwise `max_slots` times the longest request.
+            otherwise `max_slots` times the longest request, and never more than `limit_cache` says.
         deterministic: The same bits for equal requests, whatever else is in flight.
         version: Version of the current weights.
         prefill_tokens: Maximum of prompt tokens computed in one forward pass.
@@ -153,6 +156,8 @@ class TransformersEngine(RequestEngine):
         self._runner = self._make_runner(deterministic, max_slots, prefill_tokens, enforce_eager)
         self._lock = threading.Lock()  # held while a step runs
         self._in_flight: set[Request] = set()
+        self._cached_tokens: int | None = None
+        self._numbers = count()
         self._arrived: deque[Request] = deque()  # other threads may append while a step runs
         self._pauses = 0
         self._drivers: dict[asyncio.AbstractEventLoop, _Driver] = {}
@@ -214,6 +219,28 @@ class TransformersEngine(RequestEngine):
         """Whether requests are computed together and reuse prefixes."""
         return isinstance(self._runner, SlotRunner)
 
+    def limit_cache(self, size: int) -> int | None:
+        """Limit the memory of keys and values, before any request.
+
+        Requests that exceed it together wait for each other, and one that does alone fails.
+
+        Args:
+            size: Maximum number of bytes; less than those of 1,024 tokens is increased to them.
+
+        Returns:
+            The maximum number of tokens; None for an engine that serves one request at a time.
+        """
+        if isinstance(self._runner, SlotRunner):
+            tokens = max(_FEWEST_CACHED, size // cache_bytes(self._model))
+            self._runner.limit_cache(tokens)
+            self._cached_tokens = tokens
+        return self._cached_tokens
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Maximum number of tokens whose keys and values are stored; None: no limit is set."""
+        return self._cached_tokens
+
     @property
     def no_drafts(self) -> str:
         """Why no tokens are drafted (`tuner.engines.transformers.speculation`); empty if they are.
@@ -247,8 +274,8 @@ class TransformersEngine(RequestEngine):
         if self._closed:
             raise EngineError("the engine is closed")
         loop = asyncio.get_running_loop()
-        own = {"uniforms": Random(sampling.seed), "future": loop.create_future(), "form": form}
-        own["adapter"] = adapter
+        own: dict[str, Any] = {"uniforms": Random(sampling.seed), "form": form}
+        own |= {"future": loop.create_future(), "adapter": adapter, "number": next(self._numbers)}
         request = self._begun(Request, prompt_ids, sampling, sink, so_far, **own)
         driver = self._drivers.get(loop)
         if driver is None:

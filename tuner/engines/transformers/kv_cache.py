@@ -44,6 +44,13 @@ class Prefix:
     keys: list[Tensor]
     values: list[Tensor]
 
+    @property
+    def stored(self) -> tuple[int, int]:
+        """Address of its memory, and the number of tokens there; parts that were split share it."""
+        states = self.keys[0]
+        memory = states.untyped_storage()
+        return memory.data_ptr(), memory.nbytes() // states[:, :, 0].nbytes
+
     def split(self, at: int) -> Prefix:
         """Cut in two; this object keeps the part from `at` on, the new parent is returned."""
         length = at - self.start
@@ -173,7 +180,7 @@ few operations, few enough that growing needs little extra memory."""
 
 
 class SlotCache(Cache):
-    """All layers' rows. Rows and capacity grow by doubling; nothing is allocated ahead of need."""
+    """All layers' rows; nothing is allocated ahead of need."""
 
     places: tuple[Tensor, Tensor]
     """Row and place of every token that the pass writes, shape [N] each."""
@@ -214,15 +221,16 @@ class SlotCache(Cache):
         return bool(self._blocks) or not self._stored()
 
     def grow(self, slots: int, capacity: int) -> None:
-        """Make room for `slots` rows of `capacity` tokens, keeping what is stored in these."""
-        old_slots, old_capacity = self.slots, min(self.capacity, capacity)
+        """Store `slots` rows of `capacity` tokens, more or fewer than now, keeping what is in
+        these."""
+        old_slots, old_capacity = min(self.slots, slots), min(self.capacity, capacity)
         self.slots, self.capacity = slots, capacity
         self._blocks = []
         for layers in self._stored():
             old = getattr(*layers[0])
             block = self.zeros(old, len(layers))
             for new, (layer, name) in zip(block, layers, strict=True):
-                new[:old_slots, :old_capacity] = getattr(layer, name)[:, :old_capacity]
+                new[:old_slots, :old_capacity] = getattr(layer, name)[:old_slots, :old_capacity]
                 setattr(layer, name, new)
             self._blocks.append(block)
 

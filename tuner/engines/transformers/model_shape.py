@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -114,3 +115,13 @@ def layer_configs(config: Any) -> list[Any]:
 def head_width(config: Any) -> int:
     width = getattr(config, "head_dim", None)
     return int(width or config.hidden_size // config.num_attention_heads)
+
+
+def cache_bytes(model: Any) -> int:
+    """Bytes of keys and values of one token in all layers."""
+    each = 2 * torch.finfo(model.dtype).bits // 8
+    return sum(
+        each * head_width(layer) * (getattr(layer, "num_key_value_heads", None) or heads)
+        for layer in layer_configs(model.config.get_text_config(decoder=True))
+        if (heads := getattr(layer, "num_attention_heads", 0))
+    )

@@ -14,8 +14,9 @@ the last active one.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TypeAlias
@@ -41,6 +42,7 @@ from tuner.engines.transformers.cascade import (
 from tuner.engines.transformers.kv_cache import Level, Placement, Prefix, SlotCache
 from tuner.engines.transformers.passes import PassGraphs, RowPass, WeightsGuard
 from tuner.engines.transformers.threads import FewThreads
+from tuner.errors import ContextLengthError
 
 # Content of the rows of a cache: their tokens, how many are computed, what is shared.
 
@@ -54,7 +56,10 @@ read together with those of all other rows, and a prefix takes a separate operat
 _OPERATION = 1 << 17
 """Bytes of keys and values that can be read in the time of one prefix operation."""
 _LITTLE = 8192
-"""Places of tokens, of all rows together, that may always be allocated."""
+"""Places of tokens, of all rows together, that are in proportion to any number of tokens."""
+_HEADROOM = 64
+"""Tokens by which every row may grow after a request was admitted, before another has to give way.
+"""
 
 Ints: TypeAlias = NDArray[np.int64]
 
@@ -70,6 +75,8 @@ class Rows:
         block: Every prefix has this many tokens; 0: any number.
 
     Attributes:
+        limit: Maximum number of tokens with memory for keys and values, those of prefixes and all
+            places of rows, also empty ones.
         tokens: Shape [slots, longest]; includes those of a row's prefixes.
         length: Number of tokens of each row, [slots].
         computed: Number of tokens of each row whose keys and values are stored, [slots].
@@ -86,6 +93,7 @@ class Rows:
         self._max_rows = max_rows
         self._max_length = max_length
         self._shares = shares
+        self.limit = sys.maxsize
         self._first = slots, capacity = (
             min(_FIRST_SLOTS, max_rows),
             min(FIRST_CAPACITY, max_length),
@@ -181,9 +189,12 @@ class Rows:
         count = int(read.argmin())
         if read[0] - read[count] < max(4 * operation, read[0] // 4):
             return
+        if self.allocated + int(own[longest_first[:count]].sum()) > self.limit:
+            return
         for row in longest_first[:count]:
             self.seal(row)
-        if not self._in_proportion(self.cache.capacity, int(self._own().sum())):
+        cache = self.cache
+        if not self._in_proportion(cache.slots, cache.capacity, int(self._own().sum())):
             self._shrink()
 
     def _seal(self, row: int, position: int) -> None:
@@ -199,7 +210,9 @@ class Rows:
         behind = int(self.computed[row]) - position
         parent = self.leaf[row]
         prefix = self.cache.seal(row, parent, length, behind)
-        if parent is not None and not any(
+        # A part of a split prefix is not joined, or both copies of its tokens would be stored.
+        whole = parent is not None and parent.stored[1] == parent.end - parent.start
+        if whole and not any(
             parent in chain(leaf) for leaf in [*self.leaf[:row], *self.leaf[row + 1 :]]
         ):
             prefix = prefix.with_parent()
@@ -243,22 +256,149 @@ class Rows:
 
     # Capacity
 
-    def may_have(self, row: int, own: int) -> bool:
-        """Whether a row may have `own` tokens outside prefixes: all rows have the same capacity."""
-        capacity = _doubled(self.cache.capacity, own, self._max_length)
-        if not self._shares or capacity == self.cache.capacity:
+    @property
+    def allocated(self) -> int:
+        """Number of tokens with memory for keys and values."""
+        return self.cache.slots * self.cache.width + self._in_prefixes(range(self.count))
+
+    def _in_prefixes(self, rows: Iterable[int]) -> int:
+        """Number of tokens that the prefixes of some rows store."""
+        seen: set[Prefix] = set()
+        stored: dict[int, int] = {}
+        for row in rows:
+            prefix = self.leaf[row]
+            while prefix is not None and prefix not in seen:
+                seen.add(prefix)
+                stored.update([prefix.stored])
+                prefix = prefix.parent
+        return sum(stored.values())
+
+    def fits(self, slots: int, capacity: int, more: int, rows: Iterable[int]) -> bool:
+        """Whether `slots` rows of a capacity, the prefixes of `rows` and prefixes of `more` tokens
+        are within the limit."""
+        if self.limit == sys.maxsize:
             return True
+        within = self.limit - slots * (capacity + 1) - more
+        return within >= 0 and self._in_prefixes(rows) <= within
+
+    def may_have(self, row: int, own: int, more: int | None = None) -> bool:
+        """Whether a row may have `own` tokens outside prefixes: all rows have the same capacity.
+
+        Args:
+            more: Number of tokens that would have to become prefixes otherwise; default: `own`.
+        """
+        if min(own, self._max_length) <= self.cache.capacity:
+            return True
+        slots, capacity = self._grown(self.count, own)
+        if not self.fits(slots, capacity, 0, range(self.count)):
+            return False
         others = np.delete(self._own(), slice(row, row + 1))
-        return self._in_proportion(capacity, own + int(others.sum()))
+        if not self._shares or self._in_proportion(slots, capacity, own + int(others.sum())):
+            return True
+        return not self._may_seal(own if more is None else more)
+
+    def _may_seal(self, more: int) -> bool:
+        return self.fits(self.count, self.cache.capacity, more, range(self.count))
+
+    def may_grow(self, first: int, last: int) -> bool:
+        """Make room for one token more in each of the rows [first, last).
+
+        Returns:
+            Whether there is; else a row has to give way first.
+        """
+        own = (self.length - self.base)[first:last] + 1
+        longest = int(own.argmax())
+        if min(own[longest], self._max_length) <= self.cache.capacity:
+            return True
+        more = int(own[own > self.cache.capacity].sum())
+        if self.may_have(first + longest, int(own[longest]), more):
+            return True
+        if not self._shares or not self._may_seal(more):
+            return False
+        self.resize(self.count, more)
+        return True
+
+    def drop(self, active: int, but: int = -1) -> int | None:
+        """Forget the row behind the active ones that was not used for longest, except `but`.
+
+        Returns:
+            Where the content of `but` is afterwards; None if there is no other row.
+        """
+        others = [row for row in range(active, self.count) if row != but]
+        if not others:
+            return None
+        row, last = min(others, key=lambda row: int(self.used[row])), self.count - 1
+        if row != last:
+            self.move(last, row)
+        self.leaf[last], self.base[last], self.length[last], self.computed[last] = None, 0, 0, 0
+        self.count = last
+        return row if but == last else but
+
+    def resize(self, slots: int, more: int) -> bool:
+        """Store `slots` rows, by doubling, or less if prefixes of `more` tokens need the memory.
+
+        Returns:
+            Whether keys and values have moved.
+        """
+        cache = self.cache
+        room = (self.limit - self._in_prefixes(range(self.count)) - more) // cache.width
+        slots = min(_doubled(cache.slots, slots, self._max_rows), max(slots, room))
+        if slots == cache.slots:
+            return False
+        cache.grow(slots, cache.capacity)
+        return True
+
+    def needs(
+        self, active: int, decoding: int, length: int, source: int, reused: int
+    ) -> tuple[int, int]:
+        """Capacity of rows, and the number of tokens that may become prefixes, until a request of
+        `length` tokens is computed and each active row has `_HEADROOM` tokens more.
+
+        Args:
+            active, decoding: Number of active rows, and of those without a prompt to compute.
+            source, reused: The row that has the first `reused` tokens of the request.
+        """
+        capacity, more = self.cache.capacity, 0
+        base = int(self.base[source]) if reused else 0
+        if reused < base:  # the prefix is cut, or its first tokens are copied
+            base = max(0, reused - reused % self._block if self._block else reused - _WORTH_SHARING)
+        elif reused and source < active and self._shares:
+            more = reused - base
+            more -= more % self._block if self._block else 0
+            base += more
+        headroom = _HEADROOM if active else 0
+        new = length + 1 - base
+        own = np.append(self._own()[:active] + headroom, new + headroom)
+        own = np.minimum(own, self._max_length)
+        if not self._shares or (decoding < active and new > capacity):
+            capacity = min(rounded(max(capacity, int(own.max())), LANES), self._max_length)
+        long = own > capacity
+        return capacity, more + int(own[long].sum())
+
+    def _grown(self, rows: int, own: int) -> tuple[int, int]:
+        """Number and capacity of rows so that `rows` rows have `own` tokens each, by doubling, or
+        as much as the limit allows."""
+        cache, room = self.cache, self.limit
+        slots = _doubled(cache.slots, rows, self._max_rows)
+        capacity = _doubled(cache.capacity, own, self._max_length)
+        if room < sys.maxsize:
+            room -= self._in_prefixes(range(self.count))
+        if slots * (capacity + 1) > room:
+            slots = max(rows, min(slots, room // (capacity + 1)))
+        if slots * (capacity + 1) > room:
+            least = max(own, int(self._own().max(initial=1)))
+            most = (room // slots - 1) // LANES * LANES
+            capacity = min(max(rounded(least, LANES), min(capacity, most)), self._max_length)
+        return slots, capacity
 
     def _own(self) -> Ints:
         """Tokens of each row that are not in prefixes, [count]."""
         return (self.length - self.base)[: self.count]
 
-    def _in_proportion(self, capacity: int, held: int) -> bool:
-        """Whether `capacity` tokens per row is a reasonable capacity for `held` tokens in all."""
+    def _in_proportion(self, slots: int, capacity: int, held: int) -> bool:
+        """Whether rows of a capacity are reasonable for `held` tokens in all."""
         # Rows of equal length never take more, since slots and capacity are doubled.
-        return self.cache.slots * capacity <= max(_LITTLE, 4 * held)
+        return slots * capacity <= max(_LITTLE, 4 * held)
 
     def bound(self, first: int, last: int) -> bool:
         """Turn those rows of [first, last) that cannot grow by one token into prefixes.
@@ -268,9 +408,10 @@ class Rows:
         """
         own = (self.length - self.base)[first:last] + 1
         longest = int(own.argmax())
-        if self.may_have(first + longest, int(own[longest])):
+        long = own > self.cache.capacity
+        if self.may_have(first + longest, int(own[longest]), int(own[long].sum())):
             return False
-        for place in np.flatnonzero(own > self.cache.capacity):
+        for place in np.flatnonzero(long):
             self.seal(first + int(place))
         return True
 
@@ -291,12 +432,21 @@ class Rows:
             self.leaf += [None] * (more[0] - slots)
             self.adapter += [None] * (more[0] - slots)
         cache = self.cache
-        room = _doubled(cache.slots, rows, self._max_rows)
-        capacity = _doubled(cache.capacity, own, self._max_length)
+        room, capacity = cache.slots, cache.capacity
+        if rows > room or own > capacity:
+            room, capacity = self._grown(max(rows, self.count), own)
         if (room, capacity) == (cache.slots, cache.capacity) and cache.together:
             return False
         cache.grow(room, capacity)
         return True
+
+
+def no_room(tokens: int, limit: int) -> ContextLengthError:
+    """The error of a request that has no room although it is alone."""
+    return ContextLengthError(
+        f"the request has {tokens} tokens, and the memory that is left for keys and values has "
+        f"room for {limit}: lower model.max_model_len, or free memory"
+    )
 
 
 def _doubled(now: int, wanted: int, most: int) -> int:
@@ -372,6 +522,7 @@ class SlotRunner:
         self._batch: SamplingBatch | None = None
         self._drafts = speculation.Drafts()
         self._waited = 0
+        self._blocked = False  # the next waiting request has no room until another has ended
         self._pass_steps = _PASS_STEPS  # duration of the last pass over prompts, in decode steps
         self._threads = FewThreads(model)
         self._graphs: PassGraphs | None = None
@@ -393,7 +544,7 @@ class SlotRunner:
         if self._decoding < len(self.active):
             block = slice(self._decoding, len(self.active))
             ahead = int((self._rows.length[block] - self._rows.computed[block]).sum())
-        elif len(self.active) < self._max_slots:
+        elif len(self.active) < self._max_slots and not self._blocked:
             ahead = sum(len(request.token_ids()) for request in self.waiting)
         else:
             ahead = 0
@@ -403,15 +554,21 @@ class SlotRunner:
         """Free the rows of abandoned requests; what they computed stays as cache."""
         if any(request.abandoned for request in self.waiting):
             self.waiting = deque(request for request in self.waiting if not request.abandoned)
+            self._blocked = False
         for row in reversed(range(len(self.active))):
             if self.active[row].abandoned:
                 self._retire(row)
+
+    def limit_cache(self, tokens: int) -> None:
+        """Set the maximum number of tokens with memory for keys and values, before any request."""
+        self._rows.limit = tokens
 
     def evict(self) -> None:
         """Clear every row; requests in flight recompute prompt and completion."""
         self.waiting.extendleft(reversed(self.active))
         self.active = []
         self._decoding = 0
+        self._blocked = False
         self._changed()
         self._rows.clear()
         if self._row_pass.merged is not None:
@@ -423,8 +580,8 @@ class SlotRunner:
         """Run one forward pass and sample; returns the finished requests."""
         if self._decoding == len(self.active) and self._admits():
             self._admit()
-        if not self.active:
-            return []
+        if (failed := self._give_way()) or not self.active:
+            return failed
         prompts = self._decoding < len(self.active)
         if self._row_pass.shares and not prompts and not self._levels:
             self._rows.even_out(len(self.active))
@@ -453,6 +610,8 @@ class SlotRunner:
     def _admit(self) -> None:
         """Give rows to as many waiting requests as one prefill pass may compute."""
         self._waited = 0
+        if self._blocked and self.active:
+            return
         put_off: list[Request] = []
         while self.waiting and len(self.active) < self._max_slots:
             request = self.waiting.popleft()
@@ -472,9 +631,51 @@ class SlotRunner:
                 break
             elif self._wastes(len(ids) - reused):
                 put_off.append(request)
+            elif (room := self._room(ids, source, reused)) is None:
+                self.waiting.appendleft(request)
+                self._blocked = True
+                break
             else:
-                self._place(request, ids, source, reused)
+                self._place(request, ids, *room)
         self.waiting.extendleft(reversed(put_off))
+
+    def _room(self, ids: Ints, source: int, reused: int) -> tuple[int, int, bool] | None:
+        """Make room for a request with these tokens; rows of finished ones give way if they must.
+
+        Returns:
+            The row to reuse tokens of, how many, and whether the request takes the row of a
+            finished one; None if there is no room beside the active requests.
+        """
+        rows, active, slots = self._rows, len(self.active), self._max_slots
+        if rows.limit == sys.maxsize:
+            return source, reused, rows.count == slots
+        if not active and not self._fits_beside(ids, source, reused):
+            source = reused = 0
+            while rows.drop(0) is not None:
+                pass
+        elif not self._fits_beside(ids, source, reused):
+            return None
+        capacity, more = rows.needs(active, self._decoding, len(ids), source, reused)
+
+        def fits(count: int) -> bool:
+            return count <= slots and rows.fits(count, capacity, more, range(rows.count))
+
+        while not (fits(rows.count + 1) or (rows.count > active and fits(rows.count))):
+            moved = rows.drop(active, source if reused else -1)
+            if moved is None:
+                break
+            source = max(moved, 0)
+        full = rows.count > active and not fits(rows.count + 1)
+        if rows.resize(rows.count + (not full), more) and self._graphs is not None:
+            self._graphs.forget()
+        return source, reused, full
+
+    def _fits_beside(self, ids: Ints, source: int, reused: int) -> bool:
+        """Whether a request fits beside the active ones and the finished one that it reuses."""
+        rows, active = self._rows, len(self.active)
+        capacity, more = rows.needs(active, self._decoding, len(ids), source, reused)
+        kept = {source} if reused else set[int]()
+        return rows.fits(active + 1, capacity, more, {*range(active), *kept})
 
     def _fits(self, length: int, pending: int) -> bool:
         """Whether a request can join the next prefill pass (alone it always can, in parts)."""
@@ -502,18 +703,19 @@ class SlotRunner:
         longest = int((self._rows.length[block] - self._rows.computed[block]).max())
         return (count + 1) * max(longest, pending) > count * longest + pending + FEW_TOKENS
 
-    def _place(self, request: Request, ids: Ints, source: int, reused: int) -> None:
-        """Make a row for `request` behind the active ones, beginning with the reused prefix."""
+    def _place(self, request: Request, ids: Ints, source: int, reused: int, full: bool) -> None:
+        """Make a row for `request` behind the active ones, beginning with the reused prefix; if all
+        rows are `full`, in the place of a finished one."""
         rows, row = self._rows, len(self.active)
         self._reserve(rows.count, len(ids) + 1, 0)
         # If a finished row holds exactly this prefix, taking it over loses nothing; if all rows are
         # taken, taking over a row with some more tokens loses less than evicting another.
-        spare = reused if rows.count == self._max_slots else 0
+        spare = reused if full else 0
         if source >= row and reused and rows.computed[source] - reused <= spare:
             self._swap(source, row)
             source = row
         else:
-            source = self._vacate(row, source)
+            source = self._vacate(row, source, full)
         rows.begin(row, ids, source, reused, shared=source < row, adapter=request.adapter)
         if reused:
             rows.touch(source)
@@ -532,13 +734,13 @@ class SlotRunner:
             self._swap(row, self._decoding)
             self._decoding += 1
 
-    def _vacate(self, row: int, source: int) -> int:
+    def _vacate(self, row: int, source: int, full: bool) -> int:
         """Free `row`, moving its content to a new or the oldest row.
 
         Returns where the content of row `source` is afterwards.
         """
         rows = self._rows
-        if rows.count < self._max_slots:
+        if not full:
             target = rows.count
             self._reserve(target + 1, 0, 0)
             rows.count += 1
@@ -560,6 +762,30 @@ class SlotRunner:
 
     # Completion of a request
 
+    def _give_way(self) -> list[Request]:
+        """Take the rows of the requests that came last until each row of the next pass may have one
+        token more. They are computed again when there is room.
+
+        Returns:
+            The last request that was left, with its error, if even that has no room.
+        """
+        rows = self._rows
+        while self.active:
+            first = self._decoding if self._decoding < len(self.active) else 0
+            if rows.may_grow(first, len(self.active)):
+                break
+            if rows.drop(len(self.active)) is not None:
+                continue
+            row = max(range(len(self.active)), key=lambda row: self.active[row].number)
+            request, length = self.active[row], int(rows.length[row])
+            self._retire(row)
+            if not self.active:
+                request.error = no_room(length, rows.limit)
+                return [request]
+            self.waiting.appendleft(request)
+            self._stats.preempted += 1
+        return []
+
     def _retire(self, row: int) -> None:
         """Remove an active row; what it computed stays as prefix cache."""
         if row < self._decoding:
@@ -569,6 +795,7 @@ class SlotRunner:
         last = len(self.active) - 1
         self._swap(row, last)
         self.active.pop()
+        self._blocked = False
         self._changed()
         self._rows.length[last] = self._rows.computed[last]
         self._rows.touch(last)

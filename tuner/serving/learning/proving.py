@@ -119,7 +119,7 @@ class HeldOut:
         self._tasks = tasks
         self._store = TraceStore(directory.traces, stack.model.config.get_text_config().vocab_size)
         self._console = ConsoleMonitor(1, Console(quiet=True))
-        self._running = config.explorer.runner_per_model
+        self._running = config.concurrent_rollouts
         self._serving = Rollouts(stack.runner, self._store, max_running=self._running)
 
     async def compare(self, serving: int, candidate: int, engine: TrainingEngine) -> Pairs:
