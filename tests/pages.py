@@ -14,8 +14,8 @@ configuration for the local backend; blocks in other languages have one where a 
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from markdown_it import MarkdownIt
@@ -52,11 +52,11 @@ class Block:
         return self.mark[len(self.kind) :].split()
 
 
-def parsed(page: Path) -> Iterator[Token]:
-    """Yields the tokens of a page in order, each inline token followed by its children."""
-    for token in MARKDOWN.parse(page.read_text(encoding="utf-8")):
-        yield token
-        yield from token.children or ()
+@cache
+def parsed(page: Path) -> list[Token]:
+    """The tokens of a page in order, each inline token followed by its children."""
+    tokens = MARKDOWN.parse(page.read_text(encoding="utf-8"))
+    return [one for token in tokens for one in (token, *(token.children or ()))]
 
 
 def marked_blocks(page: Path) -> list[Block]:

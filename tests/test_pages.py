@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +14,6 @@ from docs import recordings, tables
 from tests.kit import forked, runs
 from tests.pages import (
     LOGS,
-    MARKDOWN,
     MOST_WORDS,
     PAGES,
     ROOT,
@@ -27,12 +27,12 @@ from tuner.loop import run_local
 from tuner.tune import leave_report
 
 
+@cache
 def anchors(page: Path) -> set[str]:
     """What a code host makes of headings: lower case, no punctuation, a hyphen for each space."""
-    tokens = list(MARKDOWN.parse(page.read_text(encoding="utf-8")))
     headings = [
         "".join(part.content for part in inline.children or ())
-        for opening, inline in pairwise(tokens)
+        for opening, inline in pairwise(parsed(page))
         if opening.type == "heading_open"
     ]
     return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
