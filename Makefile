@@ -61,7 +61,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SELECT := -m "not nightly"
 QUICK := -m "not nightly and not learning"
 # One worker more than cores, since tests wait a third of their time; a file at a time, the longest first.
-PARALLEL := -p tests.kit.nodes --numprocesses $(shell expr $$(nproc || echo 2) + 1) --dist loadfile --no-loadscope-reorder
+PARALLEL := --numprocesses $(shell expr $$(nproc || echo 2) + 1) --dist loadfile --no-loadscope-reorder
 # A test of these may take longer than faulthandler_timeout in pyproject.toml.
 test-real test-models test-chaos test-nightly test-sglang: export PYTEST_ADDOPTS = -o faulthandler_timeout=7200
 # Each file's engine or cluster is one worker's, and starting one keeps no more than a core busy.
