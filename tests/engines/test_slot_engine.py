@@ -300,7 +300,7 @@ async def test_training_works_beside_the_engine():
 def limited(engine, tokens):
     """Limit the tokens with memory for keys and values; returns their number in each pass."""
     runner, found = engine._runner, []
-    runner.limit_cache(tokens)
+    runner.cache_limit = tokens
     compute = runner._pass
 
     def counted(*args):

@@ -342,12 +342,12 @@ async def test_drafts_that_are_always_wrong_soon_end(monkeypatch):
     assert 0 < stats.drafted_tokens < 40
 
 
-async def test_many_requests_have_no_drafts():
-    model = make_model()
-    requests = [(prompt(4) * 5, SamplingParams(max_tokens=20, seed=n)) for n in range(9)]
-    engine = make_engine(model)
+@pytest.mark.parametrize(("count", "drafted"), [(8, True), (9, False)])
+async def test_few_requests_have_drafts_and_many_have_none(count, drafted):
+    requests = [(prompt(4) * 5, SamplingParams(max_tokens=20, seed=n)) for n in range(count)]
+    engine = make_engine(make_model())
     await generate_all(engine, requests)
-    assert not engine.stats.drafted_tokens
+    assert bool(engine.stats.drafted_tokens) is drafted
 
 
 @pytest.mark.parametrize(

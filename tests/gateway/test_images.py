@@ -285,7 +285,8 @@ async def test_images_on_allowed_hosts_are_fetched_once(vision, monkeypatch):
         threading.Thread(target=host.serve_forever, args=(0.01,), daemon=True).start()
         place = f"127.0.0.1:{host.server_port}"
         replies["/away"] = (302, f"http://localhost:{host.server_port}/a")
-        async with vision_gateway(*vision, content=20_000, hosts={"127.0.0.1"}) as gateway:
+        limits = {"content": 20_000, "hosts": frozenset({"127.0.0.1"})}
+        async with vision_gateway(*vision, **limits) as gateway:
             session = gateway.open_session("r")
             for path in ("a", "a", "moved"):
                 shown = [text("?"), image(f"http://{place}/{path}")]
@@ -311,6 +312,10 @@ async def test_images_on_allowed_hosts_are_fetched_once(vision, monkeypatch):
                 assert caught.value.body["param"] == "messages[0].content[0].image_url.url"
             assert host.seen[3:] == ["/away", "/none", "/text", "/large"]
             assert len(session.calls) == 3
+        async with vision_gateway(*vision) as gateway:  # which has no hosts
+            messages = [{"role": "user", "content": [image(f"http://{place}/a")]}]
+            with pytest.raises(openai.BadRequestError, match=r"tuner\.images\.hosts"):
+                await ask(gateway.open_session("r"), messages)
         host.shutdown()
 
 

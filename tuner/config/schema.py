@@ -466,7 +466,7 @@ class ImagesSection(Section):
     hosts: tuple[str, ...] = Field(
         default=(),
         description="Names of the hosts from which images with `http:` and `https:` URLs are "
-        "fetched, each once in a run. Empty: none.",
+        "fetched, each once in a process. Empty: none.",
     )
     load_vision: bool = Field(
         default=False,

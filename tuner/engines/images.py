@@ -300,20 +300,21 @@ class Album:
         self._numbered: list[_Numbered] = []
         self._next = IMAGE_IDS
         self._content: dict[str, _Content] = {}
-        self._fetched: dict[str, str] = {}
+        self._fetched: dict[tuple[str, ImageLimits], str] = {}
 
     # Bytes
 
     async def fetch(self, url: str, limits: ImageLimits) -> None:
-        """Fetch an image from the web, once in this process, so that it can be received.
+        """Fetch an image from the web, once in this process and within these limits, so that it can
+        be received.
 
         Raises:
             ImageError: It cannot be fetched, or not be used.
         """
-        if url not in self._fetched:
-            content = await fetch(url, limits)
-            loop = asyncio.get_running_loop()
-            self._fetched[url] = await loop.run_in_executor(_DECODING, self.add, content, limits)
+        if (url, limits) not in self._fetched:
+            content, loop = await fetch(url, limits), asyncio.get_running_loop()
+            sha256 = await loop.run_in_executor(_DECODING, self.add, content, limits)
+            self._fetched[url, limits] = sha256
 
     def add(self, content: bytes, limits: ImageLimits) -> str:
         """The SHA-256 of an image, which is read once.
@@ -350,7 +351,7 @@ class Album:
             if sha256 not in self._content:
                 raise ImageError("names an image that was not sent before: send a data URL")
             return sha256
-        return self._fetched.get(url) or self.add(content_of(url, limits), limits)
+        return self._fetched.get((url, limits)) or self.add(content_of(url, limits), limits)
 
     def open(self, sha256: str) -> Image:
         """The image in RGB.

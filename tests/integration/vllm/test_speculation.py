@@ -13,16 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.engines.conformance import (
+from tests.engines.conformance import (  # noqa: F401  # pytest collects them
     TOLERANCE,
     Rig,
     as_new,
     distributions,
     make_rig_model,
-    test_a_completion_keeps_to_its_form_and_its_log_probs_are_exact,  # noqa: F401  # collected
-    test_a_seed_gives_its_completion_again_and_others_differ,  # noqa: F401
-    test_log_probs_are_those_of_the_sampled_distribution,  # noqa: F401
-    test_new_weights_serve_their_own_log_probs_and_no_old_prefix,  # noqa: F401
+    test_a_completion_keeps_to_its_form_and_its_log_probs_are_exact,
+    test_a_seed_gives_its_completion_again_and_others_differ,
+    test_log_probs_are_those_of_the_sampled_distribution,
+    test_new_weights_serve_their_own_log_probs_and_no_old_prefix,
 )
 from tests.engines.models import prompt
 from tests.integration.vllm.rigs import BLOCK, engine, saver, settings

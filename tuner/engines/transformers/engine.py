@@ -39,7 +39,7 @@ from tuner.engines.transformers.passes import (
     served_model,
 )
 from tuner.engines.transformers.row_adapters import RowAdapters
-from tuner.engines.transformers.slots import FEW_TOKENS, SlotRunner
+from tuner.engines.transformers.slots import FEW_TOKENS, NO_LIMIT, SlotRunner
 from tuner.engines.transformers.threads import taking_turns
 from tuner.engines.transformers.vision import vision_of
 from tuner.errors import ConfigError
@@ -156,7 +156,6 @@ class TransformersEngine(RequestEngine):
         self._runner = self._make_runner(deterministic, max_slots, prefill_tokens, enforce_eager)
         self._lock = threading.Lock()  # held while a step runs
         self._in_flight: set[Request] = set()
-        self._cached_tokens: int | None = None
         self._numbers = count()
         self._arrived: deque[Request] = deque()  # other threads may append while a step runs
         self._pauses = 0
@@ -231,15 +230,14 @@ class TransformersEngine(RequestEngine):
             The maximum number of tokens; None for an engine that serves one request at a time.
         """
         if isinstance(self._runner, SlotRunner):
-            tokens = max(_FEWEST_CACHED, size // cache_bytes(self._model))
-            self._runner.limit_cache(tokens)
-            self._cached_tokens = tokens
-        return self._cached_tokens
+            self._runner.cache_limit = max(_FEWEST_CACHED, size // cache_bytes(self._model))
+        return self.cached_tokens
 
     @property
     def cached_tokens(self) -> int | None:
         """Maximum number of tokens whose keys and values are stored; None: no limit is set."""
-        return self._cached_tokens
+        limit = self._runner.cache_limit if isinstance(self._runner, SlotRunner) else NO_LIMIT
+        return None if limit == NO_LIMIT else limit
 
     @property
     def no_drafts(self) -> str:

@@ -14,7 +14,6 @@ the last active one.
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -55,6 +54,8 @@ read together with those of all other rows, and a prefix takes a separate operat
 """
 _OPERATION = 1 << 17
 """Bytes of keys and values that can be read in the time of one prefix operation."""
+NO_LIMIT = 1 << 62
+"""Of the tokens whose keys and values are stored: more than any memory holds."""
 _LITTLE = 8192
 """Places of tokens, of all rows together, that are in proportion to any number of tokens."""
 _HEADROOM = 64
@@ -93,7 +94,7 @@ class Rows:
         self._max_rows = max_rows
         self._max_length = max_length
         self._shares = shares
-        self.limit = sys.maxsize
+        self.limit = NO_LIMIT
         self._first = slots, capacity = (
             min(_FIRST_SLOTS, max_rows),
             min(FIRST_CAPACITY, max_length),
@@ -276,7 +277,7 @@ class Rows:
     def fits(self, slots: int, capacity: int, more: int, rows: Iterable[int]) -> bool:
         """Whether `slots` rows of a capacity, the prefixes of `rows` and prefixes of `more` tokens
         are within the limit."""
-        if self.limit == sys.maxsize:
+        if self.limit == NO_LIMIT:
             return True
         within = self.limit - slots * (capacity + 1) - more
         return within >= 0 and self._in_prefixes(rows) <= within
@@ -381,7 +382,7 @@ class Rows:
         cache, room = self.cache, self.limit
         slots = _doubled(cache.slots, rows, self._max_rows)
         capacity = _doubled(cache.capacity, own, self._max_length)
-        if room < sys.maxsize:
+        if room < NO_LIMIT:
             room -= self._in_prefixes(range(self.count))
         if slots * (capacity + 1) > room:
             slots = max(rows, min(slots, room // (capacity + 1)))
@@ -559,8 +560,13 @@ class SlotRunner:
             if self.active[row].abandoned:
                 self._retire(row)
 
-    def limit_cache(self, tokens: int) -> None:
-        """Set the maximum number of tokens with memory for keys and values, before any request."""
+    @property
+    def cache_limit(self) -> int:
+        """Maximum number of tokens with memory for keys and values; set before any request."""
+        return self._rows.limit
+
+    @cache_limit.setter
+    def cache_limit(self, tokens: int) -> None:
         self._rows.limit = tokens
 
     def evict(self) -> None:
@@ -647,7 +653,7 @@ class SlotRunner:
             finished one; None if there is no room beside the active requests.
         """
         rows, active, slots = self._rows, len(self.active), self._max_slots
-        if rows.limit == sys.maxsize:
+        if rows.limit == NO_LIMIT:
             return source, reused, rows.count == slots
         if not active and not self._fits_beside(ids, source, reused):
             source = reused = 0
