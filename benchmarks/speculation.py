@@ -159,7 +159,7 @@ def main() -> None:
     calls = asyncio.run(recorded(model, tokenizer))
     solver: PreTrainedModel = AutoModelForCausalLM.from_pretrained(agent.START)
     reader = AutoTokenizer.from_pretrained(agent.START)
-    numbers = torch.randint(1, VOCABULARY, (8, 100)).tolist()
+    numbers = torch.randint(1, VOCABULARY, (16, 100)).tolist()
     cases = (
         ("tool agent", model, tokenizer, calls, GOAL),
         ("word problems", solver, reader, problems(reader, 16), NEVER_SLOWER),
