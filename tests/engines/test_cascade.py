@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 from tests.engines.models import error, generate_all, make_engine, make_model, prompt
 from tuner.engines import SamplingParams
-from tuner.engines.transformers import cascade, rows
+from tuner.engines.transformers import cascade
+from tuner.engines.transformers import slot_rows as rows
 from tuner.engines.transformers.cascade import RowAttention, levels_of
 from tuner.engines.transformers.kv_cache import Placement, Prefix, SlotCache
 from tuner.engines.transformers.passes import is_plain

@@ -24,7 +24,7 @@ from tests.engines.models import (
 )
 from tests.kit.examples import few
 from tuner.engines import SamplingParams
-from tuner.engines.transformers import rows
+from tuner.engines.transformers import slot_rows as rows
 from tuner.engines.transformers.kv_cache import Placement, SlotCache
 from tuner.engines.transformers.passes import RowPass, rows_agree
 from tuner.engines.transformers.slots import SlotRunner

@@ -29,7 +29,7 @@ from tuner.engines.sglang.client import SglangServer, SglangSettings, check_for_
 from tuner.engines.transformers.engine import TransformersEngine
 from tuner.engines.transformers.model_shape import cache_bytes, layer_windows
 from tuner.engines.transformers.passes import power_of_two
-from tuner.engines.transformers.rows import FIRST_CAPACITY
+from tuner.engines.transformers.slot_rows import FIRST_CAPACITY
 from tuner.engines.vllm.client import TrainerWeights, VllmProcess, VllmServer, transfer_backends
 from tuner.engines.vllm.core import VllmSettings, check_for_vllm
 from tuner.errors import ConfigError, MissingDependencyError, pip_install

@@ -39,7 +39,7 @@ from tuner.engines.transformers.passes import (
     served_model,
 )
 from tuner.engines.transformers.row_adapters import RowAdapters
-from tuner.engines.transformers.rows import NO_LIMIT
+from tuner.engines.transformers.slot_rows import NO_LIMIT
 from tuner.engines.transformers.slots import FEW_TOKENS, SlotRunner
 from tuner.engines.transformers.threads import taking_turns
 from tuner.engines.transformers.vision import vision_of

@@ -31,7 +31,7 @@ from tuner.engines.transformers import speculation
 from tuner.engines.transformers.cascade import BLOCK, LANES, MASK_ELEMENTS, rounded
 from tuner.engines.transformers.kv_cache import Level, Placement
 from tuner.engines.transformers.passes import PassGraphs, RowPass, WeightsGuard
-from tuner.engines.transformers.rows import NO_LIMIT, Ints, Rows, no_room
+from tuner.engines.transformers.slot_rows import NO_LIMIT, Ints, Rows, no_room
 from tuner.engines.transformers.threads import FewThreads
 
 _PASS_STEPS = 5
