@@ -1,7 +1,7 @@
 # make demo   train the tiny model on a CPU and print what it learned
 # make demo-real   train a real language model to use a tool, on a CPU, in five minutes
 # make test   lint, types and tests that take no long training; CI runs the others as well
-# make test-learning   examples, templates, notebooks and served models, which train until something is learned; kills
+# make test-long   tests that take long: examples, notebooks and served models that train until something is learned; kills, workers
 # make types   mypy alone
 # make test-agentscope2   the tests that need AgentScope 2.x, in an environment of its own
 # make test-oldest   the tests of `make test` with each requirement at its lower bound, in a separate environment
@@ -57,9 +57,9 @@ BIN13 := $(VENV13)/bin
 # Otherwise each process that imports PyTorch compiles it anew: half of what a short one does.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Tests that CI has no time for; `make test` leaves those of `make test-learning` out as well.
+# Tests that CI has no time for; `make test` leaves those of `make test-long` out as well.
 SELECT := -m "not nightly"
-QUICK := -m "not nightly and not learning"
+QUICK := -m "not nightly and not long"
 # One worker more than cores, since tests wait a third of their time; a file at a time, the longest first.
 PARALLEL := --numprocesses $(shell expr $$(nproc || echo 2) + 1) --dist loadfile --no-loadscope-reorder
 # A test of these may take longer than faulthandler_timeout in pyproject.toml.
@@ -67,7 +67,7 @@ test-real test-models test-chaos test-nightly test-sglang: export PYTEST_ADDOPTS
 # Each file's engine or cluster is one worker's, and starting one keeps no more than a core busy.
 TOGETHER := --numprocesses 2 --dist loadfile
 
-.PHONY: demo demo-real test test-oldest types test-learning test-real test-agentscope2 test-browser test-frameworks test-trackers test-environments test-harbor test-trinity test-cluster \
+.PHONY: demo demo-real test test-oldest types test-long test-real test-agentscope2 test-browser test-frameworks test-trackers test-environments test-harbor test-trinity test-cluster \
 	test-vllm test-workers test-models test-chaos test-nightly test-sglang dist test-dist docs audit bench gpu install environments clean
 
 install: $(VENV)/.installed
@@ -116,8 +116,8 @@ test-oldest: $(VENV12)/.installed
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
-test-learning: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) -m "learning and not nightly" $(ARGS)
+test-long: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) -m "long and not nightly" $(ARGS)
 
 # Nightly, all of them: they train the real model, for minutes.
 test-real: $(VENV)/.installed-dev $(VENV)/.installed-real

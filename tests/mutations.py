@@ -311,7 +311,7 @@ def fails(root: Path, tests: list[str], log: Path) -> bool:
         try:
             import pytest
 
-            select = "not nightly and not learning"
+            select = "not nightly and not long"
             code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", select, *tests])
         finally:
             os._exit(int(code))

@@ -168,7 +168,7 @@ FUNCTIONS = joined("functions")
 BESIDE_A_RUN = joined("beside a run")
 
 
-@pytest.mark.learning
+@pytest.mark.long
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_run_as_they_stand(name, tmp_path):
     script = text(SCRIPTS[name])

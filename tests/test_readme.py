@@ -10,7 +10,7 @@ from tests.kit import forked
 README = Path(__file__).parents[1] / "README.md"
 
 
-@pytest.mark.learning
+@pytest.mark.long
 def test_the_fifteen_lines_train_a_model(tmp_path):
     (script,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     assert len([line for line in script.splitlines() if line.strip()]) <= 15

@@ -19,7 +19,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.learning
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("page", "command", "shown"),
     [

@@ -285,6 +285,7 @@ def test_import_is_fast_and_light():
     assert float(run.stdout) < 0.3
 
 
+@pytest.mark.long
 def test_the_first_rollout_waits_for_no_import_that_it_does_not_need(tmp_path):
     code = (
         "import os, sys; from tuner import tune\n"

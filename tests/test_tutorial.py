@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.kit import forked
 from tuner import tune
 
-pytestmark = pytest.mark.learning
+pytestmark = pytest.mark.long
 
 REPOSITORY = Path(__file__).parents[1]
 EXAMPLE = REPOSITORY / "examples" / "gsm8k"

@@ -17,7 +17,7 @@ from tuner.areal import (
     StatefulDataLoader,
 )
 
-pytestmark = pytest.mark.learning
+pytestmark = pytest.mark.long
 
 DATA = Path(__file__).parents[2] / "examples" / "gsm8k" / "data"
 

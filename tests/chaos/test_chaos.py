@@ -10,7 +10,7 @@ import pytest
 from tests.chaos import bodies, preload, sessions
 
 
-@pytest.mark.learning
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("cc") is None, reason="the failing file system needs a C compiler")
 def test_killed_runs_and_runs_on_a_failing_disk_go_on_to_the_same_bits(tmp_path):
     said = tmp_path / "said"
@@ -36,7 +36,7 @@ async def test_sessions_leave_nothing_behind():
     assert sessions.grown(held, memory=20) == []
 
 
-@pytest.mark.learning
+@pytest.mark.long
 def test_a_server_that_is_killed_loses_nothing():
     # In a process of its own: it forks, which one with threads cannot do safely.
     small = ["--sessions", "16", "--processes", "2", "--kills", "2"]

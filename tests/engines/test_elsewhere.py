@@ -199,6 +199,7 @@ def sglang(tmp_path_factory):
     server.stop()
 
 
+@pytest.mark.long
 async def test_a_cut_line_to_sglang_fails_its_own_requests_and_nobody_elses(sglang, tmp_path):
     model = make_rig_model()
     with Proxy(("127.0.0.1", sglang._port)).running() as proxy:
@@ -281,7 +282,7 @@ def run_elsewhere(url, folder, *overrides):
     )
 
 
-@pytest.mark.learning
+@pytest.mark.long
 def test_a_run_goes_on_through_cut_streams_and_a_cut_update(tmp_path, monkeypatch):
     monkeypatch.setenv("TUNER_ENGINE_KEY", KEY)
     tokenizer = AutoTokenizer.from_pretrained(TINY)

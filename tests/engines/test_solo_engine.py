@@ -22,6 +22,7 @@ from tuner.engines import SamplingParams
 from tuner.errors import ConfigError
 
 
+@pytest.mark.long
 async def test_deterministic_results_do_not_depend_on_who_else_is_there():
     model = make_model()
     requests = list(crowd())

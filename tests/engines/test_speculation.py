@@ -217,6 +217,7 @@ def markov(vocabulary):
     return model
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("vocabulary", "sampling"),
     [

@@ -131,6 +131,7 @@ async def first_letter(completions, environments, **_):
     return [ord(text[0]) % 7 if text else None for text in said]
 
 
+@pytest.mark.long
 def test_trl(left_by_workers):
     rows = [
         {"prompt": [{"role": "user", "content": "Say"}], "word": "word" * count}
@@ -156,6 +157,7 @@ async def of_files(task, response):
     return JudgeOutput(reward=len(response.stdout) % 5, feedback=response.diff())
 
 
+@pytest.mark.long
 def test_a_program(left_by_workers, monkeypatch):
     rows = [{"question": f"{number} and 1"} for number in range(4)]
     with tempfile.TemporaryDirectory() as folder:  # a socket's path must be short
@@ -182,6 +184,7 @@ class KillsItsWorker:
         return JudgeOutput(reward=1.0)
 
 
+@pytest.mark.long
 def test_a_worker_that_is_killed_leaves_no_folder(random_model_path, tmp_path, monkeypatch):
     rows = [{"question": "1 and 1"}]
     with tempfile.TemporaryDirectory() as folder:
@@ -197,6 +200,7 @@ def test_a_worker_that_is_killed_leaves_no_folder(random_model_path, tmp_path, m
         assert os.listdir(folder) == []
 
 
+@pytest.mark.long
 def test_a_mixture(left_by_workers):
     left_by_workers(lambda: mixture(weights={"letters": 1, "words": 1}))
 

@@ -374,6 +374,7 @@ def judge(task, response):
     return JudgeOutput(reward=float("e" in response.text("answer.txt")))
 
 
+@pytest.mark.long
 def test_each_failure_is_an_outcome_and_training_goes_on(random_model_path, tmp_path, start):
     ways = ["hangs", "fails", "forks", "floods", "judge fails", "works", "works too", "works so"]
     program = start(

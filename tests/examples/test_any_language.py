@@ -12,7 +12,7 @@ from tests.gateway import again, drift
 from tuner.rollouts.without_framework import PlainChatModel
 from tuner.traces import TraceStore
 
-pytestmark = pytest.mark.learning
+pytestmark = pytest.mark.long
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "any_language"
 

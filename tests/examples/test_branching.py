@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.learning
+pytestmark = pytest.mark.long
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "branching"
 SMALL = ("buffer.total_steps=1", "buffer.batch_size=2", "explorer.eval_interval=0")

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from tuner.traces import TraceStore
 
-pytestmark = pytest.mark.learning
+pytestmark = pytest.mark.long
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "multi_turn_math"
 

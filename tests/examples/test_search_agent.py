@@ -9,7 +9,7 @@ import pytest
 from docs.notebooks import executed, for_people
 from tests.examples.notebooks import check_stored
 
-pytestmark = pytest.mark.learning
+pytestmark = pytest.mark.long
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "search_agent"
 

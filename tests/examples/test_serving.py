@@ -11,7 +11,7 @@ import pytest
 from tests.serving.server import ADMIN_KEY, served
 from tuner import Client
 
-pytestmark = pytest.mark.learning
+pytestmark = pytest.mark.long
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "serving"
 

@@ -9,7 +9,7 @@ from docs.notebooks import executed, for_people
 from tests.examples.notebooks import check_stored
 from tests.test_tutorial import few_held_out
 
-pytestmark = pytest.mark.learning
+pytestmark = pytest.mark.long
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gsm8k"
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.learning
+pytestmark = pytest.mark.long
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "two_roles"
 SMALL = ("buffer.total_steps=3", "explorer.eval_interval=0", "model.model_path=models/tiny_math")

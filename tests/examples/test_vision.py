@@ -32,7 +32,7 @@ def test_a_part_of_an_image_has_the_card_or_only_the_desk():
         assert list(colors.values()) == [{card.desk}] * 3
 
 
-@pytest.mark.learning
+@pytest.mark.long
 def test_it_raises_the_held_out_reward(main, tmp_path):
     result = main.main(["buffer.total_steps=7", f"checkpoint_root_dir={tmp_path}"])
     assert 0.25 <= result.eval_before["held-out"] <= 0.4

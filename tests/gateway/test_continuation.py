@@ -292,6 +292,7 @@ async def test_reasoning_of_a_cut_off_turn_that_the_template_drops_stays_dropped
     assert session.calls[1].rerendered == "text"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("vocabulary", ["small"], indirect=True)  # it has one of its own
 async def test_constrained_calls_of_a_random_model_continue_wherever_they_are_cut() -> None:
     engine = make_engine(max_model_len=4096)

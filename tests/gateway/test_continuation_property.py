@@ -76,6 +76,7 @@ def _meaning(text: str) -> str:
     return re.sub(r"\s*(</?(?:call|think|tool_call)>|<\|im_end\|>)\s*", r"\1", text)
 
 
+@pytest.mark.long
 @settings(max_examples=few(60), deadline=None)
 @given(st.lists(_STEP, min_size=2, max_size=8))
 def test_reuse_never_changes_what_the_model_reads(steps: list[Any]) -> None:

@@ -51,6 +51,7 @@ def _spelled(turn: Any, opened: bool) -> str:
     return ("" if opened else "<think>") + block + text
 
 
+@pytest.mark.long
 @settings(max_examples=few(80), deadline=None)
 @given(
     st.sampled_from([*ALL.values(), OPENED, OPENED_OBEDIENT]),

@@ -227,7 +227,7 @@ def start(model, root, moment):
     return forked.run(async_runs.main, str(model), str(root), moment)
 
 
-@pytest.mark.learning
+@pytest.mark.long
 def test_killed_run_takes_its_steps_again_and_loses_no_rollout(random_model_path, tmp_path):
     assert start(random_model_path, tmp_path, "update:4") == -signal.SIGKILL
     folder = tmp_path / "p" / "run"

@@ -56,7 +56,7 @@ def traces_of(result):
     return [trace for path in files for trace in read_traces(path)]
 
 
-@pytest.mark.learning
+@pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 def test_a_killed_run_ends_with_the_same_weights(mode, random_model_path, tmp_path):
     overrides = MODES[mode]
@@ -140,6 +140,7 @@ def test_settings_that_do_not_go_together_are_named(override, message, random_mo
         runs.config(random_model_path, tmp_path, *TREE, "explorer.runner_per_model=4", override)
 
 
+@pytest.mark.long
 def test_a_damaged_note_is_named(random_model_path, tmp_path):
     begin = functools.partial(runs.main, workflow=runs.talk)
     forked.run(begin, str(random_model_path), str(tmp_path), "update:4", *TREE)

@@ -71,7 +71,7 @@ def straight(random_model_path, tmp_path_factory):
     return tune(runs.config(random_model_path, tmp_path_factory.mktemp("straight"), *SELECTOR))
 
 
-@pytest.mark.learning
+@pytest.mark.long
 def test_a_killed_run_draws_the_same_and_ends_with_the_same_weights(
     straight, random_model_path, tmp_path
 ):
@@ -100,6 +100,7 @@ def main_ahead(model, root, moment):
     async_runs.main(model, root, moment)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", ["update:4", "judge:20"])
 def test_ahead_of_training_a_killed_run_keeps_what_was_drawn(moment, random_model_path, tmp_path):
     code = forked.run(main_ahead, str(random_model_path), str(tmp_path), moment)

@@ -52,7 +52,7 @@ def sampled(result):
     return sum(trace.sampled_tokens for trace in recorded(result))
 
 
-@pytest.mark.learning
+@pytest.mark.long
 def test_explore_records_rollouts_of_the_model_as_it_is(explored):
     assert explored.steps == 0
     assert explored.checkpoint is None
@@ -82,7 +82,7 @@ LEARN = {
 }
 
 
-@pytest.mark.learning
+@pytest.mark.long
 @pytest.mark.parametrize("name", LEARN)
 def test_an_algorithm_learns_without_a_new_rollout(explored, name, tmp_path):
     algorithm, settings = LEARN[name]

@@ -56,7 +56,7 @@ def trained(random_model_path, tmp_path_factory):
     return run(random_model_path, tmp_path_factory.mktemp("trained"), NEW, STEPS)
 
 
-@pytest.mark.learning
+@pytest.mark.long
 def test_the_tiny_model_learns_with_an_adapter(tmp_path):
     """A few steps of the shipped example, with ten times the learning rate of all weights."""
     sys.path.insert(0, str(REPOSITORY / "examples" / "gsm8k"))
@@ -137,6 +137,7 @@ def test_interrupted_run_ends_with_the_same_adapter(
         assert any(not torch.equal(first[name], found[name]) for name in found)
 
 
+@pytest.mark.long
 def test_no_library_says_anything_in_a_run_or_an_export(random_model_path, tmp_path):
     """In a new process, where the libraries are imported for the first time."""
     settings = (str(random_model_path), str(tmp_path), NEW, "buffer.total_steps=1")

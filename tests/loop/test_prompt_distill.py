@@ -92,7 +92,7 @@ def result_of(run):
 NIGHTLY = [pytest.param(seed, 24, 1e-3, 0.02, marks=pytest.mark.nightly) for seed in (0, 1, 2)]
 
 
-@pytest.mark.learning
+@pytest.mark.long
 @pytest.mark.parametrize(("seed", "steps", "lr", "apart"), [(0, 10, 3e-3, 0.1), *NIGHTLY])
 def test_accuracy_without_the_prompt_becomes_that_with_it(file, seed, steps, lr, apart):
     """In few steps and long ones nearly; at night in as many as it takes."""

@@ -201,7 +201,7 @@ def test_of_the_steps_after_the_change_as_many_are_sampled_anew_as_is_said(mista
     assert "the rest is not reused because these are 60% of the steps (--max-reused)" in str(found)
 
 
-@pytest.mark.learning
+@pytest.mark.long
 def test_a_rebased_run_that_is_killed_goes_on_to_the_same_weights(
     random_model_path, mistaken, reused, tmp_path
 ):
@@ -266,7 +266,7 @@ MODES = {
 
 @pytest.mark.parametrize(
     "mode",
-    ["lora", *(pytest.param(m, marks=pytest.mark.learning) for m in ("best", "ppo", "tree"))],
+    ["lora", *(pytest.param(m, marks=pytest.mark.long) for m in ("best", "ppo", "tree"))],
 )
 def test_other_kinds_of_runs_go_on_from_their_samples(mode, random_model_path, tmp_path):
     """With the same judge to the same bits, with another from what was recorded alone."""

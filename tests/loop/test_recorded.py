@@ -97,7 +97,7 @@ def series(result, name):
     return [row[f"train/{name}"] for row in result.history if f"train/{name}" in row]
 
 
-@pytest.mark.learning
+@pytest.mark.long
 def test_sft_makes_the_data_likely_and_raises_the_held_out_reward(imitated):
     loss = series(imitated, "loss")
     assert loss[-1] < loss[0] / 2
@@ -109,7 +109,7 @@ def test_sft_makes_the_data_likely_and_raises_the_held_out_reward(imitated):
     assert imitated.rewards == []
 
 
-@pytest.mark.learning
+@pytest.mark.long
 def test_a_run_on_recorded_data_leaves_what_every_run_leaves(imitated):
     stored = json.loads((imitated.run_dir / "result.json").read_text())
     assert TuneResult.model_validate(stored) == imitated.model_copy(update={"history": []})
@@ -123,7 +123,7 @@ def test_a_run_on_recorded_data_leaves_what_every_run_leaves(imitated):
     assert "rollouts" not in text
 
 
-@pytest.mark.learning
+@pytest.mark.long
 def test_dpo_raises_margin_and_accuracy(tmp_path):
     rows = [
         {
@@ -147,7 +147,7 @@ def test_dpo_raises_margin_and_accuracy(tmp_path):
     assert series(result, "loss")[-1] < 0.65
 
 
-@pytest.mark.learning
+@pytest.mark.long
 def test_distillation_brings_the_student_to_the_teacher_without_a_reward(imitated, tmp_path):
     """Groups of one rollout, no judge, no reward; the teacher is what SFT made."""
     result = tune(

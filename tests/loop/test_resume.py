@@ -65,6 +65,7 @@ def without_times(history):
     ]
 
 
+@pytest.mark.long
 def test_run_killed_at_any_moment_ends_with_the_same_weights(random_model_path, straight, tmp_path):
     for moment in MOMENTS:
         assert start(random_model_path, tmp_path, moment) == -signal.SIGKILL, moment

@@ -27,6 +27,7 @@ async def judge(task, response):
     return JudgeOutput(reward=sum(map(ord, response)) % 17 / 17)
 
 
+@pytest.mark.long
 def test_two_steps_through_sglang_train_the_very_tokens_that_it_sampled(server, tmp_path):
     """Weights go through the disk; what was recorded agrees with what the trainer recomputes."""
     result = tune(

@@ -86,7 +86,7 @@ def test_supervised_problems_are_in_no_shipped_split(tokenizer: Any) -> None:
 # The files
 
 
-@pytest.mark.learning
+@pytest.mark.long
 def test_short_build_makes_the_shipped_files(tmp_path: Path) -> None:
     losses = build(corpus.CORPUS, tmp_path, updates=12)
     assert losses[-1] < 0.8 * losses[0]
@@ -116,7 +116,7 @@ def test_model_is_small_and_in_float32() -> None:
     assert "auto_map" not in config
 
 
-@pytest.mark.learning
+@pytest.mark.long
 def test_model_starts_between_terse_and_worked(tokenizer: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(MODEL)
     problems = make_data.make_splits()["test"]

@@ -14,7 +14,7 @@ from models.tiny_retry import corpus as retry
 from models.tiny_search import corpus as search
 from models.tiny_vision import corpus as vision
 
-pytestmark = pytest.mark.learning
+pytestmark = pytest.mark.long
 
 MODELS = Path(__file__).parents[2] / "models"
 

@@ -545,6 +545,7 @@ async def test_a_rate_limited_judge_waits_and_succeeds(parts, tmp_path):
     assert times[1] - times[0] >= 0.1
 
 
+@pytest.mark.long
 async def test_a_judge_that_fails_is_an_outcome_and_never_a_reward(parts, tmp_path):
     ended = threading.Event()
 

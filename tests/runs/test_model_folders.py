@@ -257,6 +257,7 @@ def test_a_card_says_what_the_base_of_an_adapter_is_for_others(tmp_path):
     assert 'from_pretrained("BASE")' in text
 
 
+@pytest.mark.long
 def test_a_killed_run_resumes_with_the_same_path(file, tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text(gguf_files.TEMPLATE.replace("assistant\n", "assistant\nSo: "))

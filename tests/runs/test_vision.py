@@ -143,6 +143,7 @@ def kill_itself(folder, path):
     run(folder, path, judge=runs.killing_itself(judge, 8), **KILLED)  # in the second step
 
 
+@pytest.mark.long
 def test_a_killed_run_ends_with_the_same_weights(folder, tmp_path):
     assert forked.run(kill_itself, folder, tmp_path / "cut") == -signal.SIGKILL
     results = [run(folder, tmp_path / name, **KILLED) for name in ("cut", "straight")]

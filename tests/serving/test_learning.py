@@ -116,7 +116,7 @@ class Users:
                 await session.reward(thumb)
 
 
-@pytest.mark.learning
+@pytest.mark.long
 def test_a_served_model_learns_from_late_and_noisy_feedback_without_a_restart(tmp_path):
     async def work():
         settings = gsm8k(tmp_path)

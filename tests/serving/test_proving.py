@@ -184,7 +184,7 @@ def test_nothing_is_proven_with_an_engine_that_has_failed(random_model_path, tmp
     run(work())
 
 
-@pytest.mark.learning
+@pytest.mark.long
 def test_a_candidate_that_users_misled_is_not_promoted_and_is_left(tmp_path):
     """Every thumb says the contrary of what is right; the held-out tasks know better."""
 

@@ -33,7 +33,7 @@ def template(request):
 @pytest.mark.parametrize(
     "template",
     [
-        pytest.param(template, marks=[pytest.mark.learning] * (template is not Template.OPENAI))
+        pytest.param(template, marks=[pytest.mark.long] * (template is not Template.OPENAI))
         for template in Template
         if template is not Template.REAL
     ],

@@ -244,6 +244,7 @@ def lines_of_traces():
     return [trace_line(line) for line in lines]
 
 
+@pytest.mark.long
 def test_each_field_of_a_trace_is_read_or_named(run, other):
     """All in one file: a command goes on without the lines that it cannot use, and counts them."""
     path = run.traces / "step_000001.jsonl"

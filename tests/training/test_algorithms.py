@@ -320,7 +320,7 @@ def bandit(seed):
     )
 
 
-@pytest.mark.learning
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", REWARDED)
 def test_every_algorithm_raises_the_reward_of_a_bandit(algorithm):
     """Two tokens of eight; the reward is the share of them that are the good one."""

@@ -25,7 +25,7 @@ def without_kernels(monkeypatch):
     torch.compiler.reset()
 
 
-@pytest.mark.learning  # seconds of compiling
+@pytest.mark.long  # seconds of compiling
 @pytest.mark.parametrize(
     ("kind", "layout", "checkpointing"),
     [
@@ -47,7 +47,7 @@ def test_log_probs_and_gradient_are_those_of_layers_that_are_not_compiled(
     assert not any("forward" in vars(layer) for layer in kernels.layers_of(model))
 
 
-@pytest.mark.learning
+@pytest.mark.long
 def test_it_is_asked_for_in_the_settings_and_trees_of_other_sizes_need_no_other_kernel():
     model = make_model()
     assert not PolicyTrainer(model, training(total_steps=1))._forward.compiled
@@ -60,7 +60,7 @@ def test_it_is_asked_for_in_the_settings_and_trees_of_other_sizes_need_no_other_
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
 
 
-@pytest.mark.learning
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3"])  # one and two kinds of layers
 def test_a_layer_with_flex_attention_is_one_graph_for_trees_of_all_sizes(kind, monkeypatch):
     """As on CUDA. FlexAttention refuses a gradient on a CPU for the kernel's sake, not for the

@@ -138,6 +138,7 @@ def test_moments_of_8_bits_take_the_way_of_float32(offload):
     assert all(t.dtype == torch.uint8 for t in large)
 
 
+@pytest.mark.long
 def test_the_library_of_8_bits_prints_nothing_of_its_own():
     pytest.importorskip("bitsandbytes")
     script = (

@@ -52,6 +52,7 @@ async def test_the_outcome_has_the_last_words_of_the_worker(make_runner, how, wo
         assert after.outcome is Outcome.COMPLETED
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("real_workers")
 async def test_no_rollout_of_another_worker_is_disturbed(make_runner):
     """The gateway sees the calls of all five before one of them dies."""
@@ -174,6 +175,7 @@ async def test_a_judge_that_ends_its_worker_is_named_and_takes_no_other_group(ma
     assert "exited with 1" in last[0].error
 
 
+@pytest.mark.long
 async def test_workers_that_die_before_they_begin_end_the_run_with_a_diagnosis(make_runner):
     function = DiesWhenLoaded()
     async with pool_of(1, function) as pool:

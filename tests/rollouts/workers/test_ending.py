@@ -108,6 +108,7 @@ async def test_time_in_tools_is_limited_in_a_worker(make_runner):
     assert "tuner.max_tool_seconds" in trace.error
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("real_workers")
 async def test_what_functions_log_and_print_comes_out_here(make_runner, caplog, capsys):
     async def workflow(task, model, logger):
@@ -163,6 +164,7 @@ RUN = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_no_worker_outlives_its_run(how, tmp_path):
@@ -179,6 +181,7 @@ def test_no_worker_outlives_its_run(how, tmp_path):
     assert alive == []
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("real_workers")
 async def test_a_pool_that_was_closed_leaves_no_descriptor(make_runner):
     process = psutil.Process()

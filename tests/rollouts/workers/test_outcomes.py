@@ -182,6 +182,7 @@ async def test_a_response_is_forgotten_once_its_rollout_has_ended(make_runner):
     assert [trace.metrics["alive"] for trace in found] == [0] * 3
 
 
+@pytest.mark.long
 async def test_a_mistake_in_a_function_ends_the_run_with_its_own_class(make_runner):
     async def wrong(task, model):
         return [3]

@@ -11,7 +11,7 @@ from tests.kit import forked
 from tests.kit.chat_server import chat_server
 from tests.tools.prompts.dashscope_server import dashscope_server
 
-pytestmark = pytest.mark.learning
+pytestmark = pytest.mark.long
 
 pytest.importorskip("agentscope.model")
 

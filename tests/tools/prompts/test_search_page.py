@@ -190,6 +190,7 @@ def test_the_tree_nests_who_came_of_whom_however_deep(tmp_path):
     assert text.count("<ul>") == text.count("</ul>")
 
 
+@pytest.mark.long
 def test_a_page_of_a_thousand_tasks_and_forty_candidates_stays_small(tmp_path):
     words = "word " * 400
     store, rows = TraceStore(tmp_path / "traces"), range(1000)

@@ -369,7 +369,7 @@ def problems(split, count):
     return [json.loads(line) for line in lines]
 
 
-@pytest.mark.learning
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_model_whose_skill_hangs_on_its_prompt_gets_the_prompt(tuned, folder, seed):
     """Held-out reward below 0.3 with the first prompt, above 0.8 with the one that is found."""
@@ -392,7 +392,7 @@ def test_a_model_whose_skill_hangs_on_its_prompt_gets_the_prompt(tuned, folder, 
     assert all(len(call.logprobs) for trace in traces(folder) for call in trace.calls)
 
 
-@pytest.mark.learning
+@pytest.mark.long
 def test_the_pages_script_searches(tmp_path):
     (page,) = blocks("prompts.md", "python", "tests/tools/prompts/test_tuning.py")
     for split in ("train", "test"):
