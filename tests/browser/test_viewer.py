@@ -20,7 +20,8 @@ TRACES = 12 * 4 * 4
 # How soon a page with a hundred thousand traces must be there, and answer a filter: many times what
 # `benchmarks/viewer.py` asks for on a machine that does nothing else.
 MANY = 100_000
-SECONDS = 20.0  # reading all traces takes longer
+VIEW_SECONDS = 15.0
+FILTER_SECONDS = 3.0
 WAIT_SECONDS = 300.0
 
 
@@ -211,7 +212,7 @@ def test_a_hundred_thousand_traces_are_listed_filtered_and_scrolled(page, serve,
     # Nothing is indexed yet: the page shows what there is, and goes on.
     first = seconds_until(page, lambda: page.goto(link), "traces so far$")
     shown(page).first.wait_for()
-    assert first < SECONDS
+    assert first < VIEW_SECONDS
     # Another process goes on with the same index, and so nobody has to wait for the page.
     page.goto("about:blank")
     index = TraceIndex(run / "traces", keep=True)
@@ -231,8 +232,8 @@ def test_a_hundred_thousand_traces_are_listed_filtered_and_scrolled(page, serve,
         seconds_until(page, act, text) for act, text in zip(filters.values(), texts, strict=True)
     ]
     print(f"first view {first:.2f} s, indexed {again:.2f} s, filters", [f"{t:.3f}" for t in taken])
-    assert again < SECONDS
-    assert max(taken) < SECONDS
+    assert again < VIEW_SECONDS
+    assert max(taken) < FILTER_SECONDS
     page.get_by_role("button", name="clear").click()
     expect(page.locator("#shown")).to_have_text("100,000 traces")
     assert shown(page).count() < 100  # only those in view are in the document
