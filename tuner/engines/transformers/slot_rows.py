@@ -22,7 +22,7 @@ read together with those of all other rows, and a prefix takes a separate operat
 _OPERATION = 1 << 17
 """Bytes of keys and values that can be read in the time of one prefix operation."""
 NO_LIMIT = 1 << 62
-"""Of the tokens whose keys and values are stored: more than any memory holds."""
+"""A limit that is never reached: it allows more tokens than any memory can hold."""
 _LITTLE = 8192
 """Places of tokens, of all rows together, that are in proportion to any number of tokens."""
 _HEADROOM = 64
