@@ -54,6 +54,7 @@ CHECKS = (
     Check("0.6B, 64k tokens", 2, 150, "trainer.update", (0, 64)),
     Check("1.7B, 16k tokens", 2, 150, "trainer.update", (1, 16)),
     Check("0.6B, 16k tokens, by part", 2, 120, "trainer.parts", (0, 16)),
+    Check("attention over trees", 2, 120, "trainer.attention"),
     Check("1.7B, 2k tokens", 2, 120, "trainer.update", (1, 2)),
     Check("1.7B, 64k tokens", 2, 150, "trainer.update", (1, 64)),
     Check("0.6B beside TRL", 2, 150, "trainer.beside_trl"),

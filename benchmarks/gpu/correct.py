@@ -12,6 +12,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,7 +38,7 @@ from tests.models.matrix import LAYOUTS, alone, rows_of
 from tests.training.configured import training
 from tests.training.exact import KINDS, all_float64, computed, model_of
 from tuner.engines import SamplingParams
-from tuner.training.forward.layouts import exact_forward
+from tuner.training.forward.layouts import Forward, exact_forward
 from tuner.training.trainer import PolicyTrainer
 
 EXACT = 1e-4
@@ -69,9 +70,14 @@ def layouts(device: str, precision: str, width: int, compiled: bool = False) -> 
                 exact = all_float64(model_of(kind, **changed).bfloat16())
                 truth = alone(exact, rows)
                 usual = errors(wanted, truth, mean=True)
+            forwards: dict[str, Forward] = {}
             for layout in LAYOUTS:
                 forward = exact_forward(model, None, layout=layout, compiled=compiled)
                 assert (forward.layout, forward.compiled) == (layout, compiled), (where, layout)
+                forwards[layout] = replace(forward, runs="never")
+                if forward.runs != "never":
+                    forwards[f"{layout}, flash attention"] = replace(forward, runs="always")
+            for layout, forward in forwards.items():
                 for max_tokens in (longest + 20,) if device == "cpu" else (10_000, longest + 20):
                     with warnings.catch_warnings():
                         # FlexAttention without its kernel has all scores in memory.

@@ -8,14 +8,18 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import train_step
 from benchmarks._report import Row
 from benchmarks.gpu.check import require
-from benchmarks.train_step import CASES, SHAPES, Case, Shape, costs, make_batch, ours
+from benchmarks.train_step import CASES, SHAPES, Case, Shape, Work, costs, make_batch, ours
+from tests.training import flash
 from tuner.traces import TokenTree
+from tuner.training.forward.tree_pass import TreeAttention
+from tuner.training.forward.varlen import RunsChoice
 
 GOALS = {
     ("Qwen3-0.6B", 2): 92e3,
@@ -127,6 +131,45 @@ def _part(kernel: str) -> str:
         if any(word in name for word in words):
             return part
     return "elementwise and others"
+
+
+def attention(device: str) -> Iterator[Row]:
+    """One layer's attention over trees, forward and backward, in two calls of flash attention
+    beside FlexAttention, and which of both the estimate takes."""
+    if device == "cpu":
+        flash.register()
+    choices: tuple[RunsChoice, ...] = ("always", "never", "cheaper")
+    for thousands in (2, 16, 64):
+        case = case_of(thousands, device)
+        rows = make_batch(case, 1000).rows
+        one = f"{case.name}, one rollout"
+        for case_name, some in ((case.name, rows), (one, rows[: case.turns])):
+            tree = TokenTree.build(some)
+            ours, flex, chosen = (
+                TreeAttention(tree, None, torch.device(device), runs) for runs in choices
+            )
+            query, key, value = (
+                torch.randn(1, heads, tree.unique_tokens, 128, device=device).bfloat16()
+                for heads in (16, 8, 8)
+            )
+            ways = {"flash": ours, "flex": flex}
+            makers: dict[str, Any] = {
+                name: partial(_attending, way, query, key, value) for name, way in ways.items()
+            }
+            found = costs(makers, repeats(device), device)
+            takes = "flash attention" if chosen.run_mask is not None else "FlexAttention"
+            for metric, of in ((f"s of a layer (estimate: {takes})", "seconds"), ("bytes", "peak")):
+                mine, peers = (getattr(found[way], of) for way in ways)
+                yield Row(case_name, metric, mine, "FlexAttention", peers, more_is_better=False)
+
+
+def _attending(attention: TreeAttention, query: Tensor, key: Tensor, value: Tensor) -> Work:
+    def work() -> dict[str, float]:
+        q, k, v = (each.detach().requires_grad_() for each in (query, key, value))
+        attention.attend(q, k, v, 128**-0.5).sum().backward()
+        return {}
+
+    return work
 
 
 def beside_trl(device: str) -> Iterator[Row]:

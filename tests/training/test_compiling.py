@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ from torch.nn.attention import flex_attention
 
 from tests.engines.models import make_model
 from tests.models.matrix import alone, rows_of
+from tests.training import flash
 from tests.training.configured import training
 from tests.training.exact import computed
-from tuner.training.forward import kernels, tree_pass
+from tuner.training.forward import kernels, layouts, tree_pass
 from tuner.training.forward.layouts import exact_forward
 from tuner.training.trainer import PolicyTrainer
 
@@ -61,10 +63,16 @@ def test_it_is_asked_for_in_the_settings_and_trees_of_other_sizes_need_no_other_
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("runs", ["never", "always"])
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3"])  # one and two kinds of layers
-def test_a_layer_with_flex_attention_is_one_graph_for_trees_of_all_sizes(kind, monkeypatch):
-    """As on CUDA. FlexAttention refuses a gradient on a CPU for the kernel's sake, not for the
-    formula's, which is what this backend computes."""
+def test_a_layer_is_one_graph_for_trees_of_all_sizes(kind, runs, monkeypatch):
+    """As on CUDA, with FlexAttention and with two calls of flash attention. FlexAttention refuses a
+    gradient on a CPU for the kernel's sake, not for the formula's, which is what this backend
+    computes."""
+    if runs == "always":
+        flash.register()
+        monkeypatch.setattr(layouts, "DEVICES", ("cpu",))
+        monkeypatch.setattr(layouts, "DTYPES", (torch.float32,))
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *states: None)
     monkeypatch.setattr(tree_pass, "FLEX_DEVICES", ("cpu",))
     model = make_model(kind)
@@ -73,6 +81,8 @@ def test_a_layer_with_flex_attention_is_one_graph_for_trees_of_all_sizes(kind, m
     torch._dynamo.utils.counters.clear()
     forward = exact_forward(model, None, compiled=True)
     assert (forward.layout, forward.compiled) == ("tree", True)
+    assert forward.runs == ("cheaper" if runs == "always" else "never")
+    forward = replace(forward, runs=runs)
     logp, gradient = computed(model, rows, forward, 90)
     assert (logp - wanted_logp).abs().max() < 1e-4
     assert (gradient - wanted).norm() < 1e-5 * wanted.norm()

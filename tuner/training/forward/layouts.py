@@ -49,6 +49,7 @@ from tuner.training.forward.tree_pass import (
     tree_logprobs,
     tree_states,
 )
+from tuner.training.forward.varlen import DEVICES, DTYPES, RunsChoice
 from tuner.training.memory import Activations, tokens_of_pass
 
 T = TypeVar("T")
@@ -165,6 +166,7 @@ class Forward:
         layout: The layout of rows.
         grammars: For replaying calls that were sampled with a grammar.
         windows: For a tree: the window of each kind of layer.
+        runs: For which trees attention takes the two calls of `varlen`.
         cost: Cost of one pass.
         pack_tokens: Maximum length of a pack, if attention limits it.
         in_parts: Whether the logits of padded rows are computed in parts.
@@ -179,6 +181,7 @@ class Forward:
     layout: Layout
     grammars: Grammars | None = None
     windows: dict[str, int | None] | None = None
+    runs: RunsChoice = "never"
     cost: PassCost | None = None
     pack_tokens: int | None = None
     in_parts: bool = False
@@ -240,7 +243,7 @@ class Forward:
         settings["compiled"] = self.compiled
         with self._prepared(model, rows):
             if self.layout == "tree" and self.windows is not None:
-                return tree_logprobs(model, rows, windows=self.windows, **settings)
+                return tree_logprobs(model, rows, windows=self.windows, runs=self.runs, **settings)
             if self.layout == "packed":
                 return packed_logprobs(model, rows, **settings)
             return completion_logprobs(model, rows, in_parts=self.in_parts, **settings)
@@ -257,7 +260,9 @@ class Forward:
         self._check_lengths(rows)
         with self._prepared(model, rows):
             if self.layout == "tree" and self.windows is not None:
-                return tree_states(model, rows, windows=self.windows, compiled=self.compiled)
+                return tree_states(
+                    model, rows, windows=self.windows, runs=self.runs, compiled=self.compiled
+                )
             if self.layout == "packed":
                 return packed_states(model, rows)
             return completion_states(model, rows)
@@ -407,7 +412,8 @@ def _exact(
         windows = _tree_windows(model)
         if not isinstance(windows, str):
             cost = PassCost.of(causal, dense=causal.config._attn_implementation != "sdpa")
-            tree = Forward("tree", windows=windows, cost=cost, **common)
+            runs = _runs_choice(model, windows)
+            tree = Forward("tree", windows=windows, runs=runs, cost=cost, **common)
             return _with_others(tree, model, common) if layout == "auto" else tree
         not_tree = f"the model cannot be computed on a token tree: {windows}"
     if layout != "padded":
@@ -535,11 +541,14 @@ def _compiled_if_exact(plain: Forward, model: nn.Module) -> Forward:
     found = replace(plain, compiled=True, others=others)
     allowed = _allowed(next(model.parameters()).dtype)
     try:
-        wanted, got = (_probed(way, model) for way in (plain, found))
-        for one, other in zip(got, wanted, strict=True):
-            difference = float((one - other).norm() / other.norm().clamp(min=1e-30))
-            if not difference <= allowed:
-                raise ArithmeticError(f"results would differ by {difference:.2g}")
+        wanted = _probed(plain, model)
+        # The trees of the probe are so small that only one way would be compiled.
+        for runs in ("never", "always") if found.runs == "cheaper" else ("never",):
+            got = _probed(replace(found, runs=runs), model)
+            for one, other in zip(got, wanted, strict=True):
+                difference = float((one - other).norm() / other.norm().clamp(min=1e-30))
+                if not difference <= allowed:
+                    raise ArithmeticError(f"results would differ by {difference:.2g}")
     except Exception as error:  # compiling a model's own code may fail in any way
         _log.warning(
             "training takes more time and memory, because the layers cannot be compiled "
@@ -567,6 +576,23 @@ def _tree_windows(model: nn.Module) -> dict[str, int | None] | str:
         )
     tree = partial(tree_logprobs, model, windows=windows, with_entropy=False)
     return _inexact(model, tree) or windows
+
+
+def _runs_choice(model: nn.Module, windows: dict[str, int | None]) -> RunsChoice:
+    """Whether attention over a tree may take the two calls of `varlen`: on a GPU in half precision,
+    if they are exact."""
+    causal = causal_model(model)
+    assert isinstance(causal, PreTrainedModel)
+    if causal.device.type not in DEVICES or causal.dtype not in DTYPES:
+        return "never"
+    if causal.config._attn_implementation != "sdpa":
+        return "never"
+    calls = partial(tree_logprobs, model, windows=windows, with_entropy=False, runs="always")
+    inexact = _inexact(model, calls)
+    if inexact is not None:
+        _log.warning("attention over a token tree does not use flash attention: %s", inexact)
+        return "never"
+    return "cheaper"
 
 
 def _probe_rows(model: nn.Module) -> list[Row]:

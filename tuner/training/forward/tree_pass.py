@@ -56,6 +56,7 @@ from tuner.training.forward.head import (
     body,
     logprobs_in_parts,
 )
+from tuner.training.forward.varlen import FLEX_TILE, TILE, RunMask, RunsChoice, TreeRuns
 
 # Cutting attention over a token tree into products of a few queries with the keys they share.
 #
@@ -268,13 +269,12 @@ def _cuts(tree: TokenTree, window: int | None) -> Iterator[tuple[int, int]]:
 # On CUDA the same rule is a FlexAttention block mask. FlexAttention cuts queries and keys into
 # tiles, skips empty tiles, and does not evaluate the rule in full ones. `create_block_mask`
 # classifies tiles by evaluating the rule for every pair of nodes; in a tree the ends of the
-# subtrees of a tile are enough (`flex_mask`).
+# subtrees of a tile are enough (`flex_mask`). Two calls of flash attention take its
+# place where they cost less (`varlen`).
 
 
 FLEX_DEVICES = ("cuda",)
 """Devices on which FlexAttention has a backward pass."""
-TILE = 128
-"""Queries and keys of a tile, FlexAttention's own choice."""
 
 
 def flex_mask(tree: TokenTree, window: int | None, device: torch.device, rule: Any) -> Any:
@@ -288,8 +288,26 @@ def flex_mask(tree: TokenTree, window: int | None, device: torch.device, rule: A
         window: A query sees the last `window` depths up to its own; None is all of them.
         rule: For partial tiles: whether a query attends to a key.
     """
+    some, wholly = _tiles(tree, window)
+    # torch would compile a separate kernel for a single tile.
+    more = max(0, 2 - len(some))
+    partial, full = (np.pad(tiles, (0, more)) for tiles in (some & ~wholly, wholly))
     count = tree.unique_tokens
-    first_T = np.arange(0, count, TILE)
+    return BlockMask(
+        (count, count),
+        *_ordered(partial, device),
+        *_ordered(full, device),
+        *_ordered(partial.T, device),
+        *_ordered(full.T, device),
+        BLOCK_SIZE=(TILE, TILE),
+        mask_mod=rule,
+    )
+
+
+def _tiles(tree: TokenTree, window: int | None) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """For each tile of queries and of keys, shape [T, T]: whether some, and whether all of its
+    queries attend to some, or all, of its keys."""
+    first_T = np.arange(0, tree.unique_tokens, TILE)
     least, largest = np.minimum.reduceat, np.maximum.reduceat
     before = np.tri(len(first_T), k=-1, dtype=bool)
     some = before & (largest(tree.end, first_T) > first_T[:, None])
@@ -300,18 +318,7 @@ def flex_mask(tree: TokenTree, window: int | None, device: torch.device, rule: A
         some &= highest_T[:, None] - deepest_T < window
         wholly &= deepest_T[:, None] - highest_T < window
     some |= np.eye(len(first_T), dtype=bool)
-    # torch would compile a separate kernel for a single tile.
-    more = max(0, 2 - len(first_T))
-    partial, full = (np.pad(tiles, (0, more)) for tiles in (some & ~wholly, wholly))
-    return BlockMask(
-        (count, count),
-        *_ordered(partial, device),
-        *_ordered(full, device),
-        *_ordered(partial.T, device),
-        *_ordered(full.T, device),
-        BLOCK_SIZE=(TILE, TILE),
-        mask_mod=rule,
-    )
+    return some, wholly
 
 
 def _ordered(chosen: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -332,10 +339,18 @@ class TreeAttention:
         tree: N nodes.
         window: A query sees the last `window` depths up to its own; None is all of them.
         device: Device of the model.
+        runs: Whether attention takes the two calls of `varlen`.
     """
 
-    def __init__(self, tree: TokenTree, window: int | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        tree: TokenTree,
+        window: int | None,
+        device: torch.device,
+        runs: RunsChoice = "never",
+    ) -> None:
         self._tree = tree
+        self._choice = runs
         self._window = window
         self._device = device
         self._end_N = self._tensor(tree.end)
@@ -391,6 +406,8 @@ class TreeAttention:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Attention of all nodes, with one or more heads of queries for each of keys and values:
         [1, heads, N, width] each -> [1, heads, N, width]."""
+        if self.run_mask is not None:
+            return self.run_mask.attend(query, key, value, scale)
         if query.is_cuda:
             return self.flex(query, key, value, scale, compiled=True)
         result: Tensor = _BlockAttention.apply(query, key, value, self, scale)  # type: ignore[no-untyped-call]
@@ -403,6 +420,21 @@ class TreeAttention:
         compute = kernels.kernel_of(_flex) if compiled else _flex
         result: Tensor = compute(query, key, value, self.block_mask, scale)
         return result
+
+    @cached_property
+    def run_mask(self) -> RunMask | None:
+        """The two calls of `varlen`; None where FlexAttention costs less, or a window cuts off some
+        of a path."""
+        tree = self._tree
+        cut = self._window is not None and self._window <= tree.depth.max()
+        if self._choice == "never" or cut:
+            return None
+        runs = TreeRuns.of(tree)
+        if self._choice == "cheaper":
+            tiles = np.count_nonzero(_tiles(tree, None)[0])
+            if FLEX_TILE * tiles < runs.cost:
+                return None
+        return RunMask(tree, runs, self._device)
 
     @cached_property
     def block_mask(self) -> Any:
@@ -480,8 +512,12 @@ def _attend(
         states if states.shape[-1] == width else F.pad(states, (0, width - states.shape[-1]))
         for states in (query, key, value)
     )
-    compute: Callable[..., Any] = _flex if isinstance(mask, BlockMask) else _carried
-    result: Tensor = compute(query, key, value, mask, scale)
+    result: Tensor
+    if isinstance(mask, RunMask):
+        result = mask.attend(query, key, value, scale)
+    else:
+        compute: Callable[..., Any] = _flex if isinstance(mask, BlockMask) else _carried
+        result = compute(query, key, value, mask, scale)
     return result[..., :of_value]
 
 
@@ -749,17 +785,19 @@ def tree_logprobs(
     with_entropy: bool,
     grammars: Grammars | None = None,
     compiled: bool = False,
+    runs: RunsChoice = "never",
 ) -> TokenLogprobs:
     """Like `completion_logprobs`, for a model whose layers attend to keys and values.
 
     Args:
         windows: For each kind of layer in the model its window, None for unlimited.
+        runs: For which trees attention takes the two calls of `varlen`.
     """
     causal = causal_model(model)
     device = next(model.parameters()).device
     tree = TokenTree.build(rows)
     head = OutputHead(causal)
-    hidden_ND = _hidden(causal, tree, windows, device, compiled=compiled)
+    hidden_ND = _hidden(causal, tree, windows, device, compiled=compiled, runs=runs)
     first_U, of_T = _distinct(tree, rows)
     sampled_U = TokenTargets.of(rows, head.vocabulary, grammars).take(first_U)
     predicts_U = to_device(tree.parent[tree.completion_node[first_U]], device)
@@ -776,6 +814,7 @@ def tree_states(
     *,
     windows: dict[str, int | None],
     compiled: bool = False,
+    runs: RunsChoice = "never",
 ) -> Tensor:
     """Last hidden states at the nodes before the completion tokens of `rows`, in row order, [T, D].
 
@@ -784,10 +823,12 @@ def tree_states(
             output embedding.
         rows: B calls with a prompt each.
         windows: For each kind of layer in the model its window, None for unlimited.
+        runs: For which trees attention takes the two calls of `varlen`.
     """
     device = next(model.parameters()).device
     tree = TokenTree.build(rows)
-    hidden_ND = _hidden(causal_model(model), tree, windows, device, compiled=compiled)
+    causal = causal_model(model)
+    hidden_ND = _hidden(causal, tree, windows, device, compiled=compiled, runs=runs)
     return hidden_ND[to_device(tree.parent[tree.completion_node], device)]
 
 
@@ -798,15 +839,18 @@ def _hidden(
     device: torch.device,
     *,
     compiled: bool,
+    runs: RunsChoice,
 ) -> Tensor:
     """Last hidden states of all nodes, shape [N, D]."""
-    attention = {kind: TreeAttention(tree, window, device) for kind, window in windows.items()}
+    attention = {
+        kind: TreeAttention(tree, window, device, runs) for kind, window in windows.items()
+    }
     masks: dict[str, Any]
     if model.config._attn_implementation != "sdpa":
         masks = {kind: one.dense(model.dtype) for kind, one in attention.items()}
     elif compiled and device.type in FLEX_DEVICES:
         # A layer with FlexAttention is one compiled function, one with `TreeMask` is seven.
-        masks = {kind: one.block_mask for kind, one in attention.items()}
+        masks = {kind: one.run_mask or one.block_mask for kind, one in attention.items()}
     else:
         masks = {kind: one.mask() for kind, one in attention.items()}
     vision, shift = vision_of(model), None
