@@ -68,28 +68,6 @@ def test_a_path_is_copied_once_for_all_that_follow_it_beside_each_other():
         assert len(mask.path_P) == mask.key_S[-1] == copied
 
 
-def test_gradients_of_a_shared_prefix_add_up_in_float32():
-    """Those of 150 conversations, whose parts are rounded to bfloat16."""
-    rows = [
-        row([*prompt(20), *prompt(8, seed)], prompt(8, 200 + seed + other))
-        for seed in range(1, 151)
-        for other in (0, 1)
-    ]
-    tree = TokenTree.build(rows)
-    attention = TreeAttention(tree, None, CPU, "always")
-    states = [torch.randn(1, 1, tree.unique_tokens, 16, generator=seeded(i)) for i in range(3)]
-    states = [each.bfloat16() for each in states]
-
-    def gradient_of_prefix(dtype):
-        query, key, value = (each.to(dtype, copy=True).requires_grad_() for each in states)
-        attention.attend(query, key, value, 0.25).sum().backward()
-        return value.grad[:, :, :20].float()
-
-    exact = gradient_of_prefix(torch.float32)
-    error = (gradient_of_prefix(torch.bfloat16) - exact).norm() / exact.norm()
-    assert error < 0.005
-
-
 @pytest.mark.parametrize(
     ("rows", "window", "chosen"),
     [

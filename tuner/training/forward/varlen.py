@@ -85,17 +85,15 @@ class TreeRuns:
         return float(tiles + self.path_S.sum() / COPIED_KEYS)
 
     def paths(self, tree: TokenTree) -> IntArray:
-        """The nodes of all paths, one path after the other."""
+        """The nodes of all paths, one path after the other, each from its last run to its first."""
         run_of = np.repeat(np.arange(len(self.start_R) - 1), np.diff(self.start_R))
         parts: list[IntArray] = []
         for first in self.query_S[:-1]:
-            path = []
             node = tree.parent[first]
             while node >= 0:
                 start = self.start_R[run_of[node]]
-                path.append(np.arange(start, node + 1))
+                parts.append(np.arange(start, node + 1))
                 node = tree.parent[start]
-            parts += path[::-1]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
 
@@ -191,7 +189,7 @@ def _attention(
         if call.causal:
             result, total = output, sums
             continue
-        # The kernel gives a query without keys zeros, and infinity as their sum.
+        # The kernel gives a query without keys zeros, and an infinite sum.
         sums = sums.masked_fill(root_N, -torch.inf)
         share = torch.sigmoid(sums - total).T[..., None]
         joined = result.to(share.dtype).lerp_(output.to(share.dtype), share)
