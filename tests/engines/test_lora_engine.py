@@ -92,6 +92,16 @@ async def test_adapters_whose_sum_gives_other_log_probs_are_not_merged(monkeypat
     assert not engine._runner._row_pass.merged._weights
 
 
+@pytest.mark.parametrize(("changed", "merges"), [(1, True), (16, False)])
+def test_a_rounding_error_at_one_position_of_many_does_not_prevent_merging(changed, merges):
+    before, after = torch.zeros(1, 16, 2), torch.zeros(1, 16, 2)
+    after[:, :changed, 0] = 3e-5
+    logits = iter([before, after])
+    merged = row_adapters.MergedAdapters(wrapped(make_model()), lambda: next(logits))
+    with merged.in_use():
+        assert merged._this.on == merges
+
+
 @pytest.mark.parametrize("settings", [{"use_dora": True}, {"lora_bias": True}])
 async def test_layers_that_compute_more_than_a_sum_are_not_merged(settings):
     config = LoraConfig(task_type="CAUSAL_LM", target_modules=["o_proj"], **settings)

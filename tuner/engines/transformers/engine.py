@@ -90,7 +90,8 @@ class TransformersEngine(RequestEngine):
     Args:
         model: Causal LM with "sdpa" or "eager" attention, optionally wrapped by peft for LoRA, in
             eval mode from now on. On a CPU passes in float32 have the adapters merged, if that
-            changes log-probs by 1e-5 at most (`MergedAdapters`); the model itself stays unmerged.
+            changes log-probs by 1e-5 at most on average (`MergedAdapters`); the model itself stays
+            unmerged.
         tokenizer: Its tokenizer, for end-of-sequence ids and stop strings.
         max_model_len: Maximum of prompt and completion tokens of one request.
         max_slots: Maximum of requests computed at once; unused rows keep finished requests as
