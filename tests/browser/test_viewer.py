@@ -198,6 +198,21 @@ def test_a_run_that_goes_on_is_followed_without_a_reload(page, serve, tmp_path):
     assert page.evaluate("window.notReloaded")
 
 
+def test_a_row_that_is_pressed_while_traces_arrive_opens(page, serve, tmp_path):
+    run = write_example(tmp_path / "run", steps=1)
+    page.goto(serve(run))
+    expect(page.locator("#shown")).to_have_text("16 traces")
+    shown(page).first.hover()
+    page.mouse.down()
+    TraceStore(run / "traces").append(example_trace(2, 0, 0, "plain", reward=0.25))
+    expect(page.locator("#shown")).to_have_text("17 traces")
+    added = page.locator("#list .row", has_text="2-0-0")
+    assert not added.count()
+    page.mouse.up()
+    expect(page.locator("#list .row[aria-selected=true]")).to_have_count(1)
+    expect(added).to_have_count(1)
+
+
 def seconds_until(page, act, text):
     """How long after `act` the page says that it shows `text`."""
     started = time.monotonic()

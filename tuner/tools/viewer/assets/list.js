@@ -98,8 +98,17 @@ function take(found) {
   if (open?.session && stateOf(open) !== state.seen) openTrace(open);
 }
 const stateOf = (row) => [row.outcome, row.reward, row.calls].join();
+/* A row that is replaced between press and release gets no click, so until the release rows stay. */
+let pressed = false;
+function press(event) { pressed = event.target.closest(".row") !== null; }
+function release() {
+  if (!pressed) return;
+  pressed = false;
+  setTimeout(renderList);
+}
 /* The document contains only the rows in view. */
 function renderList() {
+  if (pressed) return;
   const box = $("list"), first = Math.max(0, Math.floor(box.scrollTop / ROW) - 3), last = Math.min(list.total, first + Math.ceil(box.clientHeight / ROW) + 6);
   const filler = el("div", {}), rows = [];
   filler.style.height = `${list.total * ROW}px`;

@@ -53,6 +53,8 @@ function start() {
   $("t-split").addEventListener("input", renderTables);
   $("list").addEventListener("scroll", renderList);
   $("list").addEventListener("keydown", listKeys);
+  $("list").addEventListener("pointerdown", press);
+  for (const name of ["pointerup", "pointercancel"]) addEventListener(name, release);
   $("back").addEventListener("click", closeTrace);
   $("others").addEventListener("toggle", renderMetrics);
   $("tasks").addEventListener("toggle", renderTasks);
