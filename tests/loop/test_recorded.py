@@ -297,6 +297,7 @@ def weights(result):
     return load_file(result.checkpoint / "model.safetensors")
 
 
+@pytest.mark.long
 def test_a_killed_run_ends_with_the_same_weights(random_model_path, tmp_path):
     straight = recorded_runs.start(random_model_path, tmp_path / "straight", "dpo")
     arguments = random_model_path, tmp_path / "killed", "dpo"

@@ -63,6 +63,7 @@ def deployments(plan, draw, *, sessions, count=1000, paired=False, share=None):
     return promoted, kept
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("draw", "plan"),
     [
@@ -96,6 +97,7 @@ def test_a_share_that_grows_while_both_arms_get_better_promotes_nobody_wrongly()
     assert np.isfinite(promoted).mean() < PLAN.alpha
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("serving", "effect", "share"), [(0.5, 0.1, 0.5), (0.2, 0.1, 0.5), (0.5, 0.2, 0.1)]
 )

@@ -29,6 +29,7 @@ def rewards_for(server, *, better):
             server.judge_session(one.id, float((found[1] == "candidate") == better))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("better", [True, False])
 def test_live_sessions_promote_a_better_candidate_and_leave_a_worse_one(
     better, random_model_path, tmp_path

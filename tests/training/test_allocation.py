@@ -101,6 +101,7 @@ def test_flat_rollouts_are_advised_where_the_beginning_decides_and_the_end_is_no
     assert "no fork is expected to gain anything" in str(advice)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "chain", [Chain([3, 3, 1, 1], last_two), EARLY, Chain([3, 3, 3, 3], sum, 0.3)]
 )

@@ -248,6 +248,7 @@ PREDICTABLE = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", PREDICTABLE)
 def test_the_mean_over_seeds_is_the_true_gradient(plan):
     found = played(plan)

@@ -19,6 +19,7 @@ ID = RolloutId(1, 0, 0)
 pytestmark = pytest.mark.usefixtures("forked_workers")
 
 
+@pytest.mark.long
 async def test_a_rollout_whose_worker_is_killed_is_tried_again_in_another(make_runner, tmp_path):
     async with pool_of(2, dying) as pool:
         runner = make_runner(dying, workers=pool, retries=1)
@@ -183,6 +184,7 @@ async def test_workers_that_die_before_they_begin_end_the_run_with_a_diagnosis(m
             await make_runner(function, workers=pool).run({}, ID, DEFAULTS)
 
 
+@pytest.mark.long
 async def test_functions_that_cannot_be_loaded_in_a_worker_end_the_run(make_runner):
     function = FailsWhenLoaded()
     async with pool_of(2, function) as pool:

@@ -199,6 +199,7 @@ async def test_a_mistake_in_a_function_ends_the_run_with_its_own_class(make_runn
                 await make_runner(function, workers=pool).run({}, ID, DEFAULTS)
 
 
+@pytest.mark.long
 async def test_recorded_functions_of_a_script_get_to_a_worker(make_runner):
     @tuner.recorded
     def plain(number):

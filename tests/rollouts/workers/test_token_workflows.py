@@ -145,6 +145,7 @@ async def traces_of(runner, rows):
     return await asyncio.gather(*(one(number, row) for number, row in enumerate(rows)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "rows", "placing"),
     [
