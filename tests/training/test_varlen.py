@@ -13,7 +13,7 @@ from tests.training import flash
 from tests.training.exact import computed, row, seeded
 from tests.training.test_tree_forward import bush
 from tuner.traces import TokenTree
-from tuner.training.forward import layouts
+from tuner.training.forward import layouts, varlen
 from tuner.training.forward.layouts import exact_forward
 from tuner.training.forward.tree_pass import TreeAttention
 
@@ -59,6 +59,22 @@ def test_output_and_gradient_are_those_of_the_attention_in_blocks(tree, heads):
         found.append((output, *torch.autograd.grad((output * weights).sum(), states)))
     for of_blocks, of_runs in zip(*found, strict=True):
         assert torch.allclose(of_runs, of_blocks, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["nodes first", "heads first"])
+@pytest.mark.parametrize("tree", ["turns", "one run"])
+def test_the_operator_is_what_it_says_to_the_compiler(tree, layout):
+    """Shapes, strides and the gradient's operator."""
+    tree = TokenTree.build(TREES[tree])
+    mask = TreeAttention(tree, None, CPU, "always").run_mask
+    states = [
+        torch.randn(tree.unique_tokens, heads, 16, generator=seeded(heads)) for heads in (4, 2, 2)
+    ]
+    if layout == "heads first":
+        states = [each.transpose(0, 1).contiguous().transpose(0, 1) for each in states]
+    states = [each.requires_grad_() for each in states]
+    bounds = (mask.run_R, mask.query_S, mask.key_S, mask.path_P, mask.root_N, mask.longest)
+    torch.library.opcheck(varlen._attention, (*states, *bounds, 0.25))
 
 
 def test_a_path_is_copied_once_for_all_that_follow_it_beside_each_other():

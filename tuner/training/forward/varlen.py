@@ -41,8 +41,8 @@ DTYPES = (torch.float16, torch.bfloat16)
 TILE = 128
 """Queries and keys of a tile of both kernels."""
 FLEX_TILE = 1.2
-"""Time of a tile of FlexAttention, forward and backward, beside one of flash attention's (PyTorch
-reports 1.1 and 1.2 on an H100). Estimated, as the next."""
+"""Time of a tile of FlexAttention, forward and backward, beside one of flash attention's. A guess
+until both are measured, as the next."""
 COPIED_KEYS = 64
 """Number of keys whose copies, with their values and gradients, take as long as a tile."""
 
@@ -194,7 +194,7 @@ def _attention(
         share = torch.sigmoid(sums - total).T[..., None]
         joined = result.to(share.dtype).lerp_(output.to(share.dtype), share)
         result, total = joined.to(query.dtype), torch.logaddexp(total, sums)
-    return result, total
+    return result.contiguous(), total  # the kernel's result has the strides of the queries
 
 
 @_attention.register_fake
