@@ -61,10 +61,10 @@ def test_output_and_gradient_are_those_of_the_attention_in_blocks(tree, heads):
         assert torch.allclose(of_runs, of_blocks, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["nodes first", "heads first"])
 @pytest.mark.parametrize("tree", ["turns", "one run"])
-def test_the_operator_is_what_it_says_to_the_compiler(tree, layout):
-    """Shapes, strides and the gradient's operator."""
+def test_shapes_types_and_strides_are_those_that_the_compiler_expects(tree, layout, dtype):
     tree = TokenTree.build(TREES[tree])
     mask = TreeAttention(tree, None, CPU, "always").run_mask
     states = [
@@ -72,7 +72,7 @@ def test_the_operator_is_what_it_says_to_the_compiler(tree, layout):
     ]
     if layout == "heads first":
         states = [each.transpose(0, 1).contiguous().transpose(0, 1) for each in states]
-    states = [each.requires_grad_() for each in states]
+    states = [each.to(dtype).requires_grad_() for each in states]
     bounds = (mask.run_R, mask.query_S, mask.key_S, mask.path_P, mask.root_N, mask.longest)
     torch.library.opcheck(varlen._attention, (*states, *bounds, 0.25))
 

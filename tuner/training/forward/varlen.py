@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from tuner.engines.grammar import to_device
+from tuner.engines.transformers.cascade import joined
 from tuner.traces.tree import IntArray, TokenTree
 
 RunsChoice = Literal["never", "cheaper", "always"]
@@ -119,7 +120,7 @@ class RunMask(BlockMask):
         self.path_P = to_device(runs.paths(tree), device)
         groups = np.diff(runs.query_S)
         self.root_N = to_device(np.repeat(runs.path_S == 0, groups), device)
-        self.longest = [int(np.diff(bounds_).max()) for bounds_ in bounds]
+        self.longest = [int(np.diff(each).max()) for each in bounds]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -191,10 +192,10 @@ def _attention(
             continue
         # The kernel gives a query without keys zeros, and an infinite sum.
         sums = sums.masked_fill(root_N, -torch.inf)
-        share = torch.sigmoid(sums - total).T[..., None]
-        joined = result.to(share.dtype).lerp_(output.to(share.dtype), share)
-        result, total = joined.to(query.dtype), torch.logaddexp(total, sums)
-    return result.contiguous(), total  # the kernel's result has the strides of the queries
+        both, total = joined(result.transpose(0, 1), total, output.transpose(0, 1), sums)
+        result = both.transpose(0, 1)
+    # The strides of the kernel's result are those of the queries.
+    return result.to(query.dtype).contiguous(), total
 
 
 @_attention.register_fake
