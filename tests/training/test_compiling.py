@@ -93,6 +93,25 @@ def test_a_layer_is_one_graph_for_trees_of_all_sizes(kind, runs, monkeypatch):
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+def test_layers_are_compiled_with_flex_attention_where_flash_attention_fails(monkeypatch, caplog):
+    probed = layouts._probed
+
+    def failing(forward, model):
+        if forward.compiled and forward.runs == "always":
+            raise RuntimeError("no kernel here")
+        return probed(forward, model)
+
+    flash.register()
+    monkeypatch.setattr(layouts, "DEVICES", ("cpu",))
+    monkeypatch.setattr(layouts, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(layouts, "_probed", failing)
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    with caplog.at_level(logging.WARNING, logger="tuner"):
+        forward = exact_forward(make_model(), None, compiled=True)
+    assert (forward.compiled, forward.runs) == (True, "never")
+    assert "compiled layers do not use flash attention: no kernel here" in caplog.text
+
+
 @pytest.mark.parametrize("fails", ["forward", "gradient"])
 def test_layers_that_cannot_be_compiled_or_give_something_else_stay_as_they_are(
     fails, monkeypatch, caplog

@@ -550,6 +550,9 @@ def _compiled_if_exact(plain: Forward, model: nn.Module) -> Forward:
                 if not difference <= allowed:
                     raise ArithmeticError(f"results would differ by {difference:.2g}")
     except Exception as error:  # compiling a model's own code may fail in any way
+        if plain.runs != "never":  # FlexAttention may be compiled where flash attention is not
+            _log.warning("compiled layers do not use flash attention: %s", error)
+            return _compiled_if_exact(replace(plain, runs="never"), model)
         _log.warning(
             "training takes more time and memory, because the layers cannot be compiled "
             "(%s: %s); tuner.compile: false turns this warning off",
