@@ -100,7 +100,7 @@ function take(found) {
 const stateOf = (row) => [row.outcome, row.reward, row.calls].join();
 /* A row that is replaced between press and release gets no click, so until the release rows stay. */
 let pressed = false;
-function press(event) { pressed = event.target.closest(".row") !== null; }
+function press(event) { pressed = event.button === 0 && event.target.closest(".row") !== null; }
 function release() {
   if (!pressed) return;
   pressed = false;
