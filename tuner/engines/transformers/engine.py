@@ -90,7 +90,7 @@ class TransformersEngine(RequestEngine):
     Args:
         model: Causal LM with "sdpa" or "eager" attention, optionally wrapped by peft for LoRA, in
             eval mode from now on. On a CPU passes in float32 have the adapters merged, if that
-            changes log-probs by 1e-5 at most on average (`MergedAdapters`); the model itself stays
+            changes log-probs by at most 1e-5 on average (`MergedAdapters`); the model itself stays
             unmerged.
         tokenizer: Its tokenizer, for end-of-sequence ids and stop strings.
         max_model_len: Maximum of prompt and completion tokens of one request.
