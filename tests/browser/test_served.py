@@ -98,6 +98,7 @@ def test_a_server_that_does_not_learn_shows_its_sessions_down_to_the_tokens(
     expect(page.locator("#shown")).to_have_text("1 of 3 sessions")
     expect(listed).to_contain_text("Mia has 2 marbles and finds 4 more")
     page.get_by_role("button", name="clear").click()
+    expect(page.locator("#shown")).to_have_text("3 sessions")
     page.locator("#f-text").fill("HAS 7 marbles")  # an answer
     expect(page.locator("#shown")).to_have_text("1 of 3 sessions")
     listed.first.click()

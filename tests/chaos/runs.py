@@ -147,15 +147,18 @@ def begin(start: Callable[[Path], Any], folder: Path) -> Begun:
     said.unlink(missing_ok=True)
     sys.stdout.flush()
     at = time.perf_counter()
+    # Until the process below handles it, an interrupt would end a copy of this one.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     process = os.fork()
     if process == 0:
         code, told = 1, None
         try:
+            # A shell ignores it for what it starts in the background, and so would the run.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
             with log.open("a") as file:
                 for stream in (1, 2):
                     os.dup2(file.fileno(), stream)
-            # A shell ignores it for what it starts in the background, and so would the run.
-            signal.signal(signal.SIGINT, signal.default_int_handler)
             gc.freeze()  # what was imported is not looked at again
             mend_thread_pool()
             start(folder)
@@ -170,6 +173,7 @@ def begin(start: Callable[[Path], Any], folder: Path) -> Begun:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     return Begun(process, said, at)
 
 
@@ -201,9 +205,9 @@ def left(folder: Path) -> dict[str, str]:
     begun: weights, the trainer's state, metrics, result, configuration, traces."""
     found = dict(parts(folder))
     for name in list(found):
-        if "/traces/" in name:  # of lines about one attempt the last counts
+        if "/traces/" in name:  # lines in the order in which rollouts ended, which depends on time
             traces = [timeless(json.loads(line)) for line in _lines(folder / name)]
-            found[name] = hashed(list({_attempt(trace): trace for trace in traces}.values()))
+            found[name] = hashed({_attempt(trace): trace for trace in traces})  # the last counts
         elif not _compared(name):
             del found[name]
     names = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
