@@ -390,10 +390,10 @@ async def counts_responses(task, model):
     return WorkflowOutput(response=Opaque(1.0), metrics={"alive": alive})
 
 
-async def killed_at_random(task, model):
-    """Two calls, and the process's number, for who kills it."""
+async def names_its_process(task, model):
+    """Two calls with the process's number, for who kills it."""
     for _ in range(2):
-        await ask(model)
+        await model([{"role": "user", "content": str(os.getpid())}])
     return WorkflowOutput(reward=float(os.getpid() % 2))
 
 

@@ -1,6 +1,7 @@
 """A worker that dies is the outcome of its rollouts, and there is another one."""
 
 import asyncio
+import json
 import os
 import signal
 import threading
@@ -205,18 +206,19 @@ async def test_functions_that_cannot_be_sent_are_refused_before_anything_starts(
 
 
 async def killed(make_runner, *, rollouts, kills, workers, retries):
-    """Traces of rollouts while a worker is killed at every so many answers."""
-    async with pool_of(workers, functions.killed_at_random) as pool:
-        runner = make_runner(functions.killed_at_random, workers=pool, retries=retries)
+    """Traces of rollouts while at every so many answers the worker that waits for it is killed."""
+    async with pool_of(workers, functions.names_its_process) as pool:
+        runner = make_runner(functions.names_its_process, workers=pool, retries=retries)
         answers, handle, every = 0, runner.gateway.handle, max(1, 2 * rollouts // kills)
 
-        async def answered(*request):
+        async def answered(method, path, headers, body):
             nonlocal answers, kills
-            reply = await handle(*request)
+            reply = await handle(method, path, headers, body)
             answers += 1
-            if kills and answers % every == 0:
-                kills -= 1
-                os.kill(pool.pids[answers % len(pool.pids)], signal.SIGKILL)
+            process = int(json.loads(body)["messages"][0]["content"])
+            if kills and answers >= every and process in pool.pids:
+                answers, kills = 0, kills - 1
+                os.kill(process, signal.SIGKILL)
             return reply
 
         runner.gateway.handle = answered
