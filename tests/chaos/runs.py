@@ -147,7 +147,7 @@ def begin(start: Callable[[Path], Any], folder: Path) -> Begun:
     said.unlink(missing_ok=True)
     sys.stdout.flush()
     at = time.perf_counter()
-    # Until the process below handles it, an interrupt would end a copy of this one.
+    # An interrupt before the child handles it would run the caller's cleanup in the child.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     process = os.fork()
     if process == 0:

@@ -391,7 +391,7 @@ async def counts_responses(task, model):
 
 
 async def names_its_process(task, model):
-    """Two calls with the process's number, for who kills it."""
+    """Two calls that name this process, so that a test can kill it."""
     for _ in range(2):
         await model([{"role": "user", "content": str(os.getpid())}])
     return WorkflowOutput(reward=float(os.getpid() % 2))

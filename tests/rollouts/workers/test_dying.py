@@ -206,7 +206,7 @@ async def test_functions_that_cannot_be_sent_are_refused_before_anything_starts(
 
 
 async def killed(make_runner, *, rollouts, kills, workers, retries):
-    """Traces of rollouts while at every so many answers the worker that waits for it is killed."""
+    """Traces of rollouts. After every so many answers, the worker that waits for one is killed."""
     async with pool_of(workers, functions.names_its_process) as pool:
         runner = make_runner(functions.names_its_process, workers=pool, retries=retries)
         answers, handle, every = 0, runner.gateway.handle, max(1, 2 * rollouts // kills)
