@@ -140,7 +140,9 @@ def test_a_served_model_learns_from_late_and_noisy_feedback_without_a_restart(tm
                 async def enough():
                     while len(users.right) < 3000:
                         models = await users.client.models()
-                        if [one["decision"] for one in models.history].count("promote") >= 2:
+                        promoted = [one for one in models.history if one["decision"] == "promote"]
+                        # One promotion or several: a first one may leave nothing to prove.
+                        if sum(one["estimate"] for one in promoted) >= 0.4:
                             return models
                         assert models.learning["failure"] is None
                         # However slowly it learns here, nobody asks long before it has learned.
@@ -158,7 +160,7 @@ def test_a_served_model_learns_from_late_and_noisy_feedback_without_a_restart(tm
                     await asyncio.sleep(0.05)
                 users.over = True
                 await asyncio.gather(*asking_)
-                assert models is not None, "nothing was promoted in 3000 sessions"
+                assert models is not None, "too little was promoted in 3000 sessions"
                 back = await users.client.rollback()
                 assert back.serving["version"] < models.serving["version"]
         first, last = users.right[:96], users.right[-96:]
