@@ -166,6 +166,18 @@ async def test_reward_that_is_not_finite_is_invalid(make_runner, reward):
     assert trace.reward is None
 
 
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+async def test_workflow_reward_that_is_not_finite_is_invalid(make_runner, reward):
+    async def workflow(task, model):
+        await ask(model)
+        return WorkflowOutput(reward=reward)
+
+    (trace,) = await run(make_runner(workflow))
+    assert trace.outcome is Outcome.INVALID_REWARD
+    assert trace.reward is None
+    assert trace.error == f"the workflow gave reward {reward}; a reward must be a finite number"
+
+
 async def test_failing_judge_is_asked_again_with_the_same_response(make_runner):
     seen = []
 
