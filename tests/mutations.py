@@ -133,7 +133,7 @@ MUTATIONS = [
         ("gateway", "if not _LOOPBACK.fullmatch(host) and", "if False and", "gateway/test_http.py"),
         ("gateway", "if size > limit:", "if size > limit + 1:", "gateway/test_http.py"),
         ("gateway", "room = room if budget is None else min(room, budget)", "room = room",
-         "gateway/test_script.py"),
+         "gateway/test_script.py gateway/test_credit.py gateway/test_relay.py"),
         # training
         ("training", "return centered_C / (std_S[set_C] + args.epsilon)",
          "return centered_C / (std_S[set_C] - args.epsilon)", "training/test_advantages.py"),
@@ -268,7 +268,8 @@ MUTATIONS = [
          "gateway/test_forms.py"),
         ("gateway", "if says.get(\"string\") == \"true\" or says.get(\"type\") == \"string\":",
          "if False:", "gateway/test_forms.py"),
-        ("training", "return bool(nn.utils.get_total_norm(self._parameters).isfinite())",
+        ("training",
+         "return bool(nn.utils.get_total_norm([p.data for p in self._parameters]).isfinite())",
          "return True", "training/test_optimizer.py"),
         ("tasks", "error.__traceback__ = kept", "pass", "test_mistakes.py"),
         ("runs", "iter(told_apart([", "iter(list([", "runs/test_monitors.py"),

@@ -11,6 +11,7 @@ import pytest
 from typer.main import get_command
 
 import tuner
+from tests.kit.examples import grid
 from tuner import cli
 from tuner.errors import TunerError, system_faults
 
@@ -120,7 +121,7 @@ WITH_A_PATH = [
 
 
 @pytest.mark.parametrize("fault", ["file/a/b", "loop", "loop/a", "x" * 300])
-@pytest.mark.parametrize("command", WITH_A_PATH)
+@grid("command", WITH_A_PATH, quick=6)
 def test_a_path_that_cannot_be_used_is_named(command, fault, capsys, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")

@@ -70,6 +70,7 @@ def nothing_preloaded(monkeypatch):
     monkeypatch.setattr(gpu, "PRELOADED", [])
 
 
+@pytest.mark.long
 def test_what_becomes_of_one_check_stops_no_other(tmp_path):
     good, found = run(tmp_path, *WANTED)
     assert not good
@@ -80,6 +81,7 @@ def test_what_becomes_of_one_check_stops_no_other(tmp_path):
     assert [len(found[name]["rows"]) for name in ("passes", "misses", "breaks")] == [1, 2, 1]
 
 
+@pytest.mark.long
 def test_what_passed_is_run_again_only_with_other_code_or_where_it_is_asked_for(
     tmp_path, capsys, monkeypatch
 ):

@@ -12,6 +12,7 @@ from PIL import Image
 
 from docs import recordings, tables
 from tests.kit import forked, runs
+from tests.kit.examples import grid
 from tests.pages import (
     LOGS,
     MOST_WORDS,
@@ -191,8 +192,8 @@ buffer: {{batch_size: 4, total_steps: 2}}
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "judge"),
+@grid(
+    "name, judge",
     [
         (name, judge)
         for name, group in FUNCTIONS.items()
@@ -200,6 +201,7 @@ buffer: {{batch_size: 4, total_steps: 2}}
             ["judge", *(w[6:] for b in group for w in b.words if w.startswith("judge="))]
         )
     ],
+    quick=3,
 )
 def test_functions_of_a_page_are_those_of_a_run(name, judge, random_model_path, tmp_path):
     path = tmp_path / "functions.py"
@@ -219,6 +221,7 @@ def test_functions_of_a_page_are_those_of_a_run(name, judge, random_model_path, 
     assert result.outcomes == {"completed": 6}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the page's program is curl")
 def test_a_program_that_is_not_python_is_trained(tmp_path):
     (program,) = blocks("agents.md", "bash", "tests/test_pages.py")
@@ -255,7 +258,7 @@ PRINTED = {
 }
 
 
-@pytest.mark.parametrize("name", BESIDE_A_RUN)
+@grid("name", BESIDE_A_RUN, quick=1)
 def test_code_that_looks_at_a_run(name, beside_a_run):
     (beside_a_run / "main.py").write_text(text(BESIDE_A_RUN[name]))
     printed = forked.script(beside_a_run / "main.py")

@@ -8,6 +8,7 @@ import torch
 from tests.areal.loop import GCONFIG, ROWS, Random, Turns, step
 from tests.areal.test_agents import Conversation
 from tests.areal.test_tokens import TwoTurns
+from tests.kit.examples import grid
 from tuner.errors import TrainingError
 from tuner.runs.stack import build_trainer, selection
 from tuner.tasks.functions import WorkflowOutput
@@ -96,8 +97,8 @@ TURNS = {"turn_discount": 0.5}
 SEQUENCES = {"tuner": {"algorithm": {"loss_agg_mode": "seq-mean-token-mean"}}}
 
 
-@pytest.mark.parametrize(
-    ("settings", "workflow", "group_size"),
+@grid(
+    "settings, workflow, group_size",
     [
         ({"tuner": PPO}, Mixed, 2),
         ({"tuner": PPO}, Turns, 1),
@@ -110,6 +111,7 @@ SEQUENCES = {"tuner": {"algorithm": {"loss_agg_mode": "seq-mean-token-mean"}}}
         (TURNS, lambda: function, 3),
         (TURNS, rewarded_by_call, 2),
     ],
+    quick=4,
     ids=[
         "ppo",
         "ppo-turns",

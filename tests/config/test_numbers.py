@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.kit.examples import grid
 from tuner.config import load_config
 from tuner.config.keys import fields
 from tuner.config.schema import MOST, numeric
@@ -58,7 +59,7 @@ def said(path: str, value: Any) -> str:
     return ""
 
 
-@pytest.mark.parametrize("path", PATHS)
+@grid("path", PATHS, quick=22)
 def test_a_number_that_cannot_be_meant_is_refused_by_its_name(path):
     above = path.partition(".*")[0]
     key = path.replace("*", "x" if above in NAMED else "0")

@@ -30,6 +30,7 @@ from tests.engines.models import (
     make_tokenizer,
     prompt,
 )
+from tests.kit.examples import grid
 from tuner.engines import EngineError, Generation, SamplingParams, TrainingEngine
 from tuner.engines.grammar import unpacked
 from tuner.engines.sampling import kept_ids, sampled_logprobs
@@ -155,41 +156,34 @@ def error(rig: Rig, ids: list[int], got: Generation, sampling: SamplingParams) -
     return float((recomputed(rig, ids, got, sampling) - torch.tensor(got.logprobs)).abs().max())
 
 
-SETTINGS = pytest.mark.parametrize(
-    "sampling",
-    [
-        SamplingParams(max_tokens=20, seed=1),
-        SamplingParams(max_tokens=20, temperature=0.7, seed=2),
-        SamplingParams(max_tokens=20, temperature=1.3, top_k=7, seed=3),
-        SamplingParams(max_tokens=20, top_p=0.8, seed=4),
-        SamplingParams(max_tokens=20, temperature=0.6, top_k=12, top_p=0.9, seed=5),
-        SamplingParams(max_tokens=20, temperature=0.0),
-        SamplingParams(max_tokens=20, min_p=0.2, seed=6),
-        SamplingParams(max_tokens=20, repetition_penalty=1.7, seed=7),
-        SamplingParams(max_tokens=20, presence_penalty=1.5, frequency_penalty=-0.7, seed=8),
-        SamplingParams(max_tokens=20, logit_bias=((5, 3.0), (9, -100.0)), seed=9),
-        SamplingParams(max_tokens=20, bad_words=((3,), (7, 8), (8, 7)), top_k=4, seed=10),
-        SamplingParams(
-            max_tokens=20,
-            temperature=0.8,
-            min_p=0.01,
-            top_k=20,
-            top_p=0.95,
-            repetition_penalty=1.05,
-            presence_penalty=1.5,
-            logit_bias=((4, 2.0),),
-            seed=11,
-        ),
-        SamplingParams(max_tokens=20, temperature=0.0, repetition_penalty=1.3),
-    ],
-    ids=[
-        *("plain", "cool", "top-k", "top-p", "all", "greedy"),
-        *("min-p", "repetition", "counted", "bias", "bad-words", "qwen", "greedy-repetition"),
-    ],
-)
+SETTINGS = {
+    "plain": SamplingParams(max_tokens=20, seed=1),
+    "cool": SamplingParams(max_tokens=20, temperature=0.7, seed=2),
+    "top-k": SamplingParams(max_tokens=20, temperature=1.3, top_k=7, seed=3),
+    "top-p": SamplingParams(max_tokens=20, top_p=0.8, seed=4),
+    "all": SamplingParams(max_tokens=20, temperature=0.6, top_k=12, top_p=0.9, seed=5),
+    "greedy": SamplingParams(max_tokens=20, temperature=0.0),
+    "min-p": SamplingParams(max_tokens=20, min_p=0.2, seed=6),
+    "repetition": SamplingParams(max_tokens=20, repetition_penalty=1.7, seed=7),
+    "counted": SamplingParams(max_tokens=20, presence_penalty=1.5, frequency_penalty=-0.7, seed=8),
+    "bias": SamplingParams(max_tokens=20, logit_bias=((5, 3.0), (9, -100.0)), seed=9),
+    "bad-words": SamplingParams(max_tokens=20, bad_words=((3,), (7, 8), (8, 7)), top_k=4, seed=10),
+    "qwen": SamplingParams(
+        max_tokens=20,
+        temperature=0.8,
+        min_p=0.01,
+        top_k=20,
+        top_p=0.95,
+        repetition_penalty=1.05,
+        presence_penalty=1.5,
+        logit_bias=((4, 2.0),),
+        seed=11,
+    ),
+    "greedy-repetition": SamplingParams(max_tokens=20, temperature=0.0, repetition_penalty=1.3),
+}
 
 
-@SETTINGS
+@pytest.mark.parametrize("sampling", SETTINGS.values(), ids=SETTINGS)
 async def test_log_probs_are_those_of_the_sampled_distribution(rig, sampling):
     ids = prompt(40)
     if sampling.rare and not rig.engine.capabilities.every_setting:
@@ -231,7 +225,7 @@ def takes(rig: Rig, sampling: SamplingParams) -> bool:
     return known and (rig.both_cuts or not two_cuts)
 
 
-@SETTINGS
+@grid("sampling", SETTINGS.values(), quick=4, ids=SETTINGS)
 async def test_a_completion_goes_on_from_its_first_tokens(rig, sampling):
     if not takes(rig, sampling):
         return

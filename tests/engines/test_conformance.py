@@ -13,7 +13,7 @@ from tuner.engines.remote import ServedEngine
 from tuner.engines.transformers.engine import TransformersEngine
 
 
-@pytest.fixture(params=["batched", "deterministic", "served"])
+@pytest.fixture(params=["batched", pytest.param("deterministic", marks=pytest.mark.long), "served"])
 async def rig(request, tmp_path):
     made = served(tmp_path) if request.param == "served" else shared(request.param)
     yield made

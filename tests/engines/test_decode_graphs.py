@@ -2,10 +2,10 @@
 
 import asyncio
 
-import pytest
 import torch
 
 from tests.engines.models import error, generate_all, make_engine, make_model, prompt, until
+from tests.kit.examples import grid
 from tuner.engines import SamplingParams
 from tuner.engines.transformers.passes import PassGraphs
 
@@ -25,7 +25,7 @@ def in_few_shapes(engine):
     return shapes
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+@grid("kind", ["qwen3", "gemma3"], quick=1)
 async def test_rows_and_lengths_are_rounded_up_and_log_probs_are_the_same(kind):
     model = make_model(kind)
     engine = make_engine(model, max_model_len=200, max_slots=6)

@@ -80,6 +80,7 @@ async def test_each_part_of_a_completion_has_the_adapter_of_its_request(fleet, t
     assert there[0].local.adapters == ["a", "a", None]
 
 
+@pytest.mark.long
 async def test_a_cut_line_fails_its_own_requests_and_nobody_elses(fleet, there):
     (engine, model), (host, proxy) = fleet, there
     await engine.start()

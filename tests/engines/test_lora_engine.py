@@ -16,6 +16,7 @@ from tests.engines.models import (
     make_model,
     prompt,
 )
+from tests.kit.examples import grid
 from tests.training.lora import change_adapter, wrapped
 from tuner.config.schema import LoraSection
 from tuner.engines import EngineError, SamplingParams
@@ -132,13 +133,14 @@ def each_alone(adapters, kind, folder):
     return {None: make_model(kind), **alone}
 
 
-@pytest.mark.parametrize(
-    ("kind", "deterministic", "drafting"),
+@grid(
+    "kind, deterministic, drafting",
     [
         ("qwen3", True, False),
         *((kind, False, False) for kind in ("qwen3", "llama", "mistral", "gemma3")),
         *((kind, False, True) for kind in ("qwen3", "gemma3")),
     ],
+    quick=3,
 )
 async def test_each_request_of_a_batch_has_its_own_adapter(
     kind, deterministic, drafting, tmp_path, monkeypatch

@@ -14,6 +14,7 @@ from tests.engines.conformance import LONG, TOLERANCE, Rig, Sink, error, make_ri
 from tests.engines.models import change_weights, make_tokenizer, prompt
 from tests.engines.sglang_rig import END, connected, engine
 from tests.engines.sglang_server import Server, make_app
+from tests.kit.examples import grid
 from tuner.engines import EngineError, EngineLostError, SamplingParams
 from tuner.engines.servers import Weights
 from tuner.engines.sglang.client import check_for_sglang, sampled, sglang_request
@@ -236,8 +237,8 @@ async def test_weights_that_cannot_be_loaded_end_the_run_and_leave_the_server_ru
     assert server.unpaused.is_set()
 
 
-@pytest.mark.parametrize(
-    ("info", "message"),
+@grid(
+    "info, message",
     [
         ({"enable_deterministic_inference": False}, "with --enable-deterministic-inference"),
         ({"incremental_streaming_output": False}, "with --incremental-streaming-output"),
@@ -249,6 +250,7 @@ async def test_weights_that_cannot_be_loaded_end_the_run_and_leave_the_server_ru
         ({"tokenizer_worker_num": 2}, "with --tokenizer-worker-num 1"),
         ({"dtype": "bfloat16"}, "dtype is 'bfloat16': start it with --dtype float32"),
     ],
+    quick=3,
 )
 async def test_a_server_that_was_started_otherwise_is_refused_by_flag(rig, info, message):
     rig, server = rig

@@ -22,7 +22,7 @@ from tests.engines.models import (
     prompt,
     until,
 )
-from tests.kit.examples import few
+from tests.kit.examples import few, grid
 from tuner.engines import SamplingParams
 from tuner.engines.transformers import slot_rows as rows
 from tuner.engines.transformers.kv_cache import Placement, SlotCache
@@ -34,7 +34,7 @@ from tuner.runs.stack import context_length
 BATCHED = ["qwen3", "llama", "mistral", "gemma3", "gemma4"]
 
 
-@pytest.mark.parametrize("kind", BATCHED)
+@grid("kind", BATCHED, quick=2)
 async def test_log_probs_equal_a_fresh_forward_before_and_after_an_update(kind):
     model = make_model(kind)
     engine = make_engine(model)
@@ -311,7 +311,7 @@ def limited(engine, tokens):
     return found
 
 
-@pytest.mark.parametrize("how", ["prefixes", "rows", "blocks"])
+@grid("how", ["prefixes", "rows", "blocks"], quick=1)
 async def test_many_long_requests_stay_within_the_memory_and_all_end_exactly(how, monkeypatch):
     monkeypatch.setattr(rows, "_HEADROOM", 1)
     model = make_model()

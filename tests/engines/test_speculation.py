@@ -20,6 +20,7 @@ from tests.engines.models import (
     prompt,
     until,
 )
+from tests.kit.examples import grid
 from tuner.engines import SamplingParams
 from tuner.engines.grammar import unpacked
 from tuner.engines.sampling import sampled_logprobs
@@ -61,9 +62,10 @@ def close(one, other):
     torch.testing.assert_close(torch.tensor(one), torch.tensor(other), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("kind", "attention"),
+@grid(
+    "kind, attention",
     [("qwen3", "sdpa"), ("mistral", "sdpa"), ("gemma3", "sdpa"), ("gemma3", "eager")],
+    quick=2,
 )
 @pytest.mark.parametrize("errors", [0, 2, 5])
 async def test_the_same_seed_gives_the_same_tokens_with_drafts(
@@ -111,7 +113,7 @@ async def test_greedy_completions_that_repeat_take_fewer_passes():
     assert 99 <= stats.steps + stats.accepted_tokens - 1 <= 100
 
 
-@pytest.mark.parametrize("how", ["limit", "token", "string", "end"])
+@grid("how", ["limit", "token", "string", "end"], quick=2)
 async def test_a_completion_ends_in_the_middle_of_a_draft(how, monkeypatch):
     model, ids = make_model(), prompt(20)
     decode = make_tokenizer().decode

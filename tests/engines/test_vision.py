@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers.models.auto import processing_auto
 
+from tests.kit.examples import grid
 from tests.kit.models import STATEFUL, VISION, png, vision_model
 from tuner.engines import SamplingParams
 from tuner.engines.images import ALBUM, ImageLimits
@@ -54,7 +55,7 @@ async def completions(engine, asked, *, at_once=True):
     return list(await asyncio.gather(*work)) if at_once else [await one for one in work]
 
 
-@pytest.mark.parametrize("family", VISION)
+@grid("family", VISION, quick=3)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_recorded_logprobs_are_those_of_the_models_own_pass(family, deterministic):
     """One after the other with prefix reuse, at once, and after the weights changed."""

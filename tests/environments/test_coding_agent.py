@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.examples import grid
 from tests.kit.toy import StubEngine, gateway_of, ids_of, tokenizer
 from tuner.environments.program import Program
 from tuner.rollouts.without_framework import PlainChatModel
@@ -53,7 +54,7 @@ def template(tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("how", ["whole", "stream"])
+@grid("how", ["whole", "stream"], quick=1)
 @pytest.mark.parametrize("dialect", ["openai", "anthropic"])
 async def test_helpers_parallel_calls_and_compaction_are_one_exact_trace(dialect, how, template):
     program = Program(

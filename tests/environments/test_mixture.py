@@ -74,6 +74,7 @@ def test_without_weights_each_row_comes_as_often(settings):
     assert drawn(result, 1) + drawn(result, 2) == {"letters": 6, "words": 20}
 
 
+@pytest.mark.long
 def test_a_run_that_goes_on_draws_what_it_would_have_drawn(settings):
     settings["overrides"] += ["buffer.total_steps=3"]
     weights = {"letters": 1, "words": 1}

@@ -328,6 +328,7 @@ async def mended(task, response):
     return JudgeOutput(reward=-1.0 - len(response))
 
 
+@pytest.mark.long
 def test_a_run_whose_file_names_an_environment_is_rebased(random_model_path, tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.gateway.drift import USER, Scripted, ask, continues, merging, path
 from tests.gateway.families import DEEPSEEK, FAMILIES, REAL, TEMPLATES, Family, texts, turn
 from tests.gateway.template_matrix import speech_of, spelled
-from tests.kit.examples import few
+from tests.kit.examples import few, grid
 from tests.kit.toy import ADD_TOOL, TEMPLATE, tokenizer
 from tuner.errors import ConfigError
 from tuner.gateway import ChatRenderer, Gateway
@@ -735,7 +735,7 @@ TURNS = [
 REASONING = replace(FAMILIES[0], reasoning_parser="deepseek_r1")
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *REAL, REASONING], ids=lambda family: family.name)
+@grid("family", [*FAMILIES, *REAL, REASONING], quick=5, ids=lambda family: family.name)
 @settings(deadline=None, max_examples=few(8))
 @given(
     turns=st.lists(st.sampled_from(TURNS), min_size=6, max_size=6, unique=True),

@@ -22,6 +22,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
+from tests.kit.examples import grid
 from tuner.gateway.families.renderer import LengthBound, is_long
 
 # What tokenizers merge, compose, replace, or know as one token.
@@ -121,7 +122,7 @@ def _tokens(base: Tokenizer, text: str) -> int:
     return len(_spoken(base)[0].encode(text, add_special_tokens=False))
 
 
-@pytest.mark.parametrize("name", _BOUNDED)
+@grid("name", _BOUNDED, quick=3)
 @given(data=st.data())
 def test_no_text_has_fewer_tokens_than_the_bound(name: str, data: st.DataObject) -> None:
     pieces = st.one_of(

@@ -35,6 +35,7 @@ async def test_keys_differ_and_a_wrong_one_gets_a_sentence() -> None:
             await stranger.chat.completions.create(model="tiny", messages=USER)
 
 
+@pytest.mark.long
 async def test_what_is_remembered_of_ended_sessions_is_little_and_bounded(monkeypatch) -> None:
     monkeypatch.setattr(routes, "_REMEMBERED_KEYS", 3000)
     async with gateway_of(StubEngine()) as gateway:

@@ -10,6 +10,7 @@ import pytest
 from tests.gateway.drift import USER, Scripted, ask, gateway_of, letters, merging
 from tests.gateway.families import TEMPLATES
 from tests.gateway.template_matrix import speech_of, spelled
+from tests.kit.examples import grid
 from tests.kit.toy import ADD_TOOL, TEMPLATE, tokenizer
 from tuner.errors import ConfigError
 from tuner.gateway import ChatRenderer, Gateway
@@ -56,7 +57,7 @@ async def calls_of(renderer: ChatRenderer, system: str | None, **fields: Any) ->
 
 @pytest.mark.parametrize("own", [None, "I add."])
 @pytest.mark.parametrize("fields", [{}, {"tools": [ADD_TOOL]}], ids=["plain", "tools"])
-@pytest.mark.parametrize("name", [*PARSERS, *REAL])
+@grid("name", [*PARSERS, *REAL], quick=5)
 async def test_the_teacher_reads_what_an_agent_with_the_prompt_would_have_sent(name, fields, own):
     renderer = renderer_of(name)
     exchanged = SystemPrompt(renderer, PROMPT, limit=10_000)

@@ -10,6 +10,7 @@ from tests.gateway.drift import merging
 from tests.gateway.families import TEMPLATES
 from tests.gateway.qwen import qwen
 from tests.gateway.template_matrix import DOCUMENTS, USER, Speech, cells, digest
+from tests.kit.examples import grid
 from tests.kit.toy import tokenizer
 from tuner.gateway import ChatRenderer
 
@@ -17,10 +18,11 @@ REAL = sorted((TEMPLATES / "real").glob("*.jinja"))
 ROWS = [line for page in DOCUMENTS for line in page.read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("file", "speech"),
+@grid(
+    "file, speech",
     [(file, merging) for file in REAL]
     + [(file, qwen) for file in REAL if file.stem.startswith("Qwen")],
+    quick=4,
     ids=lambda given: given.stem if isinstance(given, Path) else given.__name__,
 )
 def test_a_real_template_does_what_the_table_says(file: Path, speech: Speech) -> None:

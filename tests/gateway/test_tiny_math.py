@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tests.gateway.fuzzing import BODIES
 from tests.kit.builders import trace
+from tests.kit.examples import grid
 from tests.kit.toy import ADD_TOOL
 from tests.training.configured import training
 from tuner.gateway import ChatRenderer, Gateway, SamplingDefaults
@@ -76,7 +77,7 @@ class Sum(BaseModel):
     unit: Literal["apples", "coins"]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@grid("seed", range(3), quick=1)
 async def test_forms_are_kept_and_their_log_probs_are_exact(gateway: Gateway, seed: int) -> None:
     form = {
         "type": "json_schema",
@@ -122,7 +123,7 @@ FIELDS = {
 }
 
 
-@pytest.mark.parametrize("path", FIELDS)
+@grid("path", FIELDS, quick=2)
 async def test_every_number_in_every_field_is_used_or_refused_by_name(
     gateway: Gateway, path: str
 ) -> None:

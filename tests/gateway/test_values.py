@@ -19,7 +19,7 @@ from pydantic import AnyUrl, BaseModel, ConfigDict, Field, TypeAdapter, create_m
 
 from tests.engines.test_grammar import END, VOCABULARY
 from tests.gateway.test_grammar import GRAMMARS, REQUIRED, may_follow, schemas
-from tests.kit.examples import few
+from tests.kit.examples import few, grid
 from tests.kit.toy import ids_of, text_of, tokenizer
 from tuner.engines.grammar_text import GrammarError
 from tuner.gateway.families.grammars import Constraints, Rules, grammar_of
@@ -222,7 +222,7 @@ def assert_valid(arguments: Any, schema: Any) -> None:
 names = [str(row[0])[:60] for row in SIGNATURES]
 
 
-@pytest.mark.parametrize(("annotation", "valid", "wrong"), SIGNATURES, ids=names)
+@grid("annotation, valid, wrong", SIGNATURES, quick=25, ids=names)
 def test_values_are_allowed_if_and_only_if_their_schema_allows_them(
     annotation: Any, valid: list[Any], wrong: list[str]
 ) -> None:
@@ -265,7 +265,7 @@ def sampled(form: str, dice: random.Random, value: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize(("annotation", "valid"), [row[:2] for row in SIGNATURES], ids=names)
+@grid("annotation, valid", [row[:2] for row in SIGNATURES], quick=25, ids=names)
 def test_whatever_is_sampled_is_valid(annotation: Any, valid: list[Any]) -> None:
     tool = tool_of(annotation)
     form, dice = form_of(tool), random.Random(str(annotation))

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.kit import runs
+from tests.kit.examples import grid
 from tuner.errors import TrainingError
 from tuner.loop import run_local
 from tuner.runs.result import TuneResult
@@ -99,13 +100,14 @@ def test_a_run_that_ended_early_is_not_run_again(early, random_model_path, tmp_p
     assert again.begun == 0
 
 
-@pytest.mark.parametrize(
-    ("more", "last"),
+@grid(
+    "more, last",
     [
         ("buffer.total_steps=30", 5),  # the steps that ended it do not end it again
         ("buffer.total_steps=4", 4),
         ("tuner.signal_patience=3", 6),
     ],
+    quick=1,
 )
 def test_a_run_that_ended_early_resumes_where_more_is_asked_of_it(
     early, random_model_path, tmp_path, more, last

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from tests.kit.agents import answer
+from tests.kit.examples import grid
 from tests.loop.test_recorded import TEST, TINY_MATH, problems, solve
 from tuner import AlgorithmConfig, TunerModelConfig, WorkflowOutput, tune
 from tuner.cli import app
@@ -157,7 +158,7 @@ def weights(result):
 ANY = "tuner.history.min_effective_samples=0"
 
 
-@pytest.mark.parametrize("steps", [1, 3])
+@grid("steps", [1, 3], quick=1)
 @pytest.mark.parametrize("algorithm", ["multi_step_grpo", "sft"])
 def test_every_token_of_the_traces_is_trained_or_has_a_reason(small, tmp_path, steps, algorithm):
     """Six tasks in steps of two: no group is taken twice, and of one step four are not."""
@@ -221,9 +222,10 @@ def test_an_interrupted_run_ends_with_the_same_weights(small, tmp_path, monkeypa
     assert again.rows == straight.rows
 
 
-@pytest.mark.parametrize(
+@grid(
     "algorithm",
     sorted(set(ALGORITHMS) - {"on_policy_distill", "prompt_distill", "multi_step_grpo"}),
+    quick=4,
 )
 def test_every_algorithm_that_learns_from_rewards_can_use_them(small, tmp_path, algorithm):
     given = [] if algorithm in ("sft", "dpo") else [ANY]

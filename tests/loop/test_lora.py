@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 from tests.engines.models import make_model
 from tests.kit import runs
+from tests.kit.examples import grid
 from tests.loop.test_resume import without_times
 from tests.training.lora import change_adapter
 from tuner import tune
@@ -105,7 +106,7 @@ def test_a_checkpoint_is_a_peft_adapter_that_plain_scripts_load(
     torch.testing.assert_close(again, adapted, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("origin", ["new", "path"])
+@grid("origin", ["new", "path"], quick=1)
 def test_interrupted_run_ends_with_the_same_adapter(
     origin, random_model_path, trained, tmp_path, monkeypatch
 ):

@@ -109,6 +109,7 @@ def apis():
     made.close()
 
 
+@pytest.mark.long
 def test_limits_are_respected_and_what_is_sent_again_is_recorded_once(
     apis, random_model_path, tmp_path
 ):

@@ -132,6 +132,7 @@ def test_without_a_checkpoint_training_is_repeated_to_the_same_bits(mistaken, tm
     assert without_times(found.result.history) == without_times(mistaken.history)
 
 
+@pytest.mark.long
 def test_where_no_sample_is_used_again_it_is_the_clean_run_bit_for_bit(mistaken, clean, tmp_path):
     """Steps before the change are those of both, and of the first changed one the samples too."""
     run = copied(mistaken.run_dir, tmp_path)
@@ -264,10 +265,8 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize(
-    "mode",
-    ["lora", *(pytest.param(m, marks=pytest.mark.long) for m in ("best", "ppo", "tree"))],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["lora", "best", "ppo", "tree"])
 def test_other_kinds_of_runs_go_on_from_their_samples(mode, random_model_path, tmp_path):
     """With the same judge to the same bits, with another from what was recorded alone."""
     talk = runs.talk if mode in ("tree", "best") else runs.workflow
@@ -290,6 +289,7 @@ def test_other_kinds_of_runs_go_on_from_their_samples(mode, random_model_path, t
     assert not equal(weights(found.result, file), weights(same.result, file))
 
 
+@pytest.mark.long
 def test_asynchronous_runs_take_the_same_groups_and_then_new_ones(random_model_path, tmp_path):
     run = tune(
         async_runs.config(random_model_path, tmp_path), judge=wrong, workflow=async_runs.workflow
@@ -338,6 +338,7 @@ async def asking(task, response, auxiliary_models):
     return await runs.judge(task, said)
 
 
+@pytest.mark.long
 def test_a_judge_that_asks_a_model_asks_it_again(random_model_path, tmp_path):
     """What a model says is drawn by the rollout's seed, so it says the same."""
     helper = f"explorer.auxiliary_models=[{{name: helper, model_path: {random_model_path}}}]"

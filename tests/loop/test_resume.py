@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.kit import forked, runs
+from tests.kit.examples import grid
 from tuner.errors import ConfigError, ModelLoadError, TunerError
 from tuner.loop import run_local
 from tuner.runs import directory as run_directory
@@ -82,7 +83,7 @@ def test_deterministic_runs_are_equal_bit_for_bit(random_model_path, straight, t
     assert all(torch.equal(again[name], value) for name, value in weights(straight).items())
 
 
-@pytest.mark.parametrize("running", [1, 3])
+@grid("running", [1, 3], quick=1)
 def test_number_of_concurrent_rollouts_changes_no_bit(
     random_model_path, straight, tmp_path, running
 ):
@@ -323,7 +324,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@grid("damage", DAMAGES, quick=2)
 def test_damaged_checkpoint_is_passed_over_for_the_one_before(
     random_model_path, straight, unfinished, tmp_path, capsys, damage
 ):
@@ -364,8 +365,8 @@ def test_file_of_a_checkpoint_that_was_written_wrong_is_named(
     assert same(tune(runs.config(random_model_path, tmp_path)), straight)
 
 
-@pytest.mark.parametrize(
-    ("file", "content"),
+@grid(
+    "file, content",
     [
         ("data.json", "{"),
         ("data.json", "[]"),
@@ -374,6 +375,7 @@ def test_file_of_a_checkpoint_that_was_written_wrong_is_named(
         ("result.json", "{"),
         ("result.json", "\x00"),
     ],
+    quick=3,
 )
 def test_damaged_file_of_a_run_is_named_with_what_to_do(
     random_model_path, straight, tmp_path, file, content
@@ -401,10 +403,11 @@ WRITERS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("writer", "reason"),
+@grid(
+    "writer, reason",
     [(writer, errno.ENOSPC) for writer in WRITERS]
     + [("trace", errno.EACCES), ("metrics", errno.EROFS), ("trainer state", errno.EIO)],
+    quick=3,
 )
 def test_run_that_cannot_write_says_so_and_goes_on_later(
     random_model_path, tmp_path, writer, reason
@@ -429,7 +432,7 @@ def test_run_that_cannot_write_says_so_and_goes_on_later(
     assert tune(config).steps == 2
 
 
-@pytest.mark.parametrize("field", ["prompt_ids", "completion_ids"])
+@grid("field", ["prompt_ids", "completion_ids"], quick=1)
 @pytest.mark.parametrize("token", [10**6, -1])
 def test_recorded_token_that_the_model_does_not_have_is_named(
     random_model_path, unfinished, tmp_path, field, token

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.kit import runs
 from tests.kit.agents import answer
+from tests.kit.examples import grid
 from tests.loop.test_resume import without_times
 from tuner.config.schema import LoraSection
 from tuner.errors import ConfigError
@@ -72,7 +73,7 @@ def both(random_model_path, tmp_path_factory):
     return run(random_model_path, tmp_path_factory.mktemp("both"), BOTH, "trainer.save_interval=1")
 
 
-@pytest.mark.parametrize("alone", [WRITER, CRITIC])
+@grid("alone", [WRITER, CRITIC], quick=1)
 def test_a_role_learns_what_it_does_where_no_other_is_trained(
     alone, both, random_model_path, tmp_path
 ):

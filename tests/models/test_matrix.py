@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from unittest import mock
 
-import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.kit.examples import grid
 from tests.models.matrix import REFERENCE, check, pages, verdicts, vision_shape, written
 from tests.models.vision_matrix import PAGE, rest
 from tuner.training.forward import layouts as probing
@@ -14,7 +14,7 @@ from tuner.training.forward import layouts as probing
 WRITTEN = verdicts(written())
 
 
-@pytest.mark.parametrize("model_type", ["cohere2", "gpt_neo", "bamba", "bert"])
+@grid("model_type", ["cohere2", "gpt_neo", "bamba", "bert"], quick=2)
 def test_the_table_says_what_is_found(model_type):
     """On the tree, on packed rows, on padded ones; and an encoder, which is refused."""
     found = verdicts(pages(check(model_type)).values())

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.kit.examples import grid
 from tuner.errors import MissingDependencyError, RewardError, SandboxError
 from tuner.rewards import Limits, code_in, code_judge, code_judges, pytest_judge, weighted
 from tuner.tasks.functions import MissingFieldError, call_judge
@@ -80,7 +81,7 @@ async def test_tests_may_be_json_text_and_programs_of_any_language():
     assert (await judged(judge, "cat", cases=cases)).reward == 1.0
 
 
-@pytest.mark.parametrize("isolation", ISOLATIONS)
+@grid("isolation", ISOLATIONS, quick=1)
 @pytest.mark.parametrize(
     ("program", "said"),
     [
@@ -106,7 +107,7 @@ async def test_tests_that_are_none_are_an_error_and_no_reward(tests):
         await judged(code_judge(), ADDS, tests=tests)
 
 
-@pytest.mark.parametrize("isolation", ISOLATIONS)
+@grid("isolation", ISOLATIONS, quick=1)
 async def test_unit_tests_are_run_by_pytest_and_its_report_is_the_feedback(isolation):
     judge = pytest_judge(isolation=isolation)
     right = await judged(judge, "```python\ndef add(a, b):\n    return a + b\n```", tests=TESTS)
@@ -137,6 +138,7 @@ def judge_of_few():
         ("import sys; sys.exit(0)", "passed"),
         ("open('report.xml', 'w').write('<x'); import os; os._exit(0)", "did not finish"),
         ("import os; os.mkfifo('report.xml'); os._exit(0)", "did not finish"),
+        ("import os; os.mkdir('report.xml'); os._exit(0)", "did not finish"),
         ("import os; os.symlink('/etc/passwd', 'report.xml'); os._exit(0)", "did not finish"),
         (
             "open('report.xml', 'w').write('<!DOCTYPE a [<!ENTITY b \"c\">]><testcase/>')\n"

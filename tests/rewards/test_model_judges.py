@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from tests.kit.builders import logged
 from tests.kit.chat_server import Refusal, chat_server
+from tests.kit.examples import few, grid
 from tests.pages import blocks
 from tests.rewards.tables import rows
 from tuner.config import RemoteModel
@@ -270,7 +271,7 @@ def test_a_verdict_is_read_with_its_reasons_however_it_is_written(reasoning, sco
         ),
     )
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=few(300), deadline=None)
 def test_no_prose_and_no_part_of_a_verdict_is_one(text):
     with contextlib.suppress(ValueError):
         found = read(text, _form())
@@ -396,6 +397,7 @@ async def test_a_group_gets_verdicts_in_its_order_and_equal_responses_share_one(
     assert prompt_of(server.requests[0]).count("good") == 1
 
 
+@pytest.mark.long
 async def test_no_place_in_the_prompt_is_always_the_same_rollouts():
     places = Counter()
 
@@ -599,7 +601,7 @@ async def test_a_group_is_compared_once_and_fails_together(parts, tmp_path):
     assert [trace.reward for trace in broken] == [None] * 3
 
 
-@pytest.mark.parametrize("kind", ["plain", "agentscope1"])
+@grid("kind", ["plain", "agentscope1"], quick=1)
 async def test_a_model_that_we_serve_is_held_to_the_form(parts, tmp_path, kind):
     auxiliary = AuxiliaryModels(kind)
     auxiliary.add_local("tiny", gateway_over(parts), SamplingDefaults(max_tokens=2000))

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from tests.kit.examples import grid
 from tests.rollouts.test_runner import DEFAULTS, ask, run
 from tuner.errors import FunctionError
 from tuner.gateway import SessionLimits
@@ -83,7 +84,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", [*FAULTS, "nonsense", "too few"])
+@grid("fault", [*FAULTS, "nonsense", "too few"], quick=3)
 async def test_a_judge_of_groups_that_fails_has_typed_outcomes(make_runner, tmp_path, fault):
     async def judge(task, responses):
         if fault == "raises":

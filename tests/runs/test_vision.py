@@ -10,6 +10,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 from tests.kit import forked, runs
+from tests.kit.examples import grid
 from tests.kit.models import png, save_chat_model, save_vision_model
 from tuner import evaluate, tune
 from tuner.engines.images import ALBUM
@@ -77,7 +78,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@grid("case", CASES, quick=2)
 def test_a_run_trains_what_it_is_asked_to(folder, tmp_path, case):
     result = run(folder, tmp_path, **CASES[case])
     start = load_model(str(folder), device=torch.device("cpu"), dtype=torch.float32)
@@ -164,6 +165,7 @@ def test_an_evaluation_keeps_the_images(folder, tmp_path):
     assert [len(call.images) for trace in traces for call in trace.calls] == [1, 2, 1, 2]
 
 
+@pytest.mark.long
 def test_a_model_of_both_forms_reads_images_where_that_is_asked_for(tmp_path):
     """Qwen3.5: a run, its adapter as a candidate, and merged."""
     folder = save_vision_model(tmp_path / "model", "qwen3_5")

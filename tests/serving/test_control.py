@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from tests.kit.builders import call
+from tests.kit.examples import grid
 from tests.serving.served import ADMIN, MODEL, say, served
 from tuner.gateway.requests import MAX_DEPTH
 from tuner.serving.client import AsyncClient
@@ -99,7 +100,7 @@ async def test_halves_of_surrogate_pairs_are_stored_as_given_and_shown_as_u_fffd
     assert [one["feedback"] for one in listed] == [shown.feedback]
 
 
-@pytest.mark.parametrize("where", ["message", "previous_response_id", "user", "metadata"])
+@grid("where", ["message", "previous_response_id", "user", "metadata"], quick=2)
 @pytest.mark.parametrize("own", [True, False], ids=["session", "application"])
 async def test_no_text_of_a_request_is_a_failure_of_the_server(asking, where, own):
     key = (await asking.opened())[1] if own else await asking.application()
@@ -242,8 +243,8 @@ async def test_what_is_asked_again_with_its_key_opens_one_session(asking):
     assert len(asking.calls(first["id"])) == 1
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
+@grid(
+    "path, body, param",
     [
         ("/reward", {}, None),
         ("/reward", {"reward": "1"}, "reward"),
@@ -253,6 +254,7 @@ async def test_what_is_asked_again_with_its_key_opens_one_session(asking):
         ("", {"sampling": {"top_p": 2}}, "sampling.top_p"),
         ("", {"task": "text"}, "task"),
     ],
+    quick=3,
 )
 async def test_what_cannot_be_read_is_refused_by_name(asking, path, body, param):
     id_, _ = await asking.opened()
@@ -270,9 +272,7 @@ NUMBERS = ["-1", "0", "1", "3", "1e-320", "1e-40", "1e18", "1" + "0" * 30, "1" +
 NUMBERS += ["NaN", "-Infinity", "1e400", '"1"', "[1]", "true", "9223372036854775808"]
 
 
-@pytest.mark.parametrize(
-    "field", ["temperature", "top_p", "top_k", "max_tokens", "calls", "tokens"]
-)
+@grid("field", ["temperature", "top_p", "top_k", "max_tokens", "calls", "tokens"], quick=2)
 async def test_a_sessions_numbers_are_used_or_refused_when_it_is_opened(asking, field):
     section = "limits" if field in ("calls", "tokens") else "sampling"
     opened = 0
@@ -309,7 +309,7 @@ async def test_what_is_opened_with_a_deep_value_can_be_read_back(asking, field):
     assert len((await asking.control("GET", "/sessions")).json()["sessions"]) == 2
 
 
-@pytest.mark.parametrize("body", ['{"reward": NaN}', '{"reward": 1e999}', "{", "[]", "1"])
+@grid("body", ['{"reward": NaN}', '{"reward": 1e999}', "{", "[]", "1"], quick=2)
 async def test_a_body_that_is_not_json_is_refused(asking, body):
     id_, _ = await asking.opened()
     answer = await asking.control("POST", f"/sessions/{id_}/reward", content=body, headers=JSON)

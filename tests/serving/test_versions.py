@@ -7,6 +7,7 @@ import sqlite3
 import pytest
 
 from tests.kit import forked
+from tests.kit.examples import grid
 from tests.serving import learning_killed
 from tests.serving.learning_parts import Server, config, run, same
 from tests.tools.test_damaged_files import told
@@ -79,12 +80,13 @@ def test_what_serves_changes_by_promotion_alone_and_goes_back_by_rollback(
     run(work())
 
 
-@pytest.mark.parametrize(
+@grid(
     "override",
     [
         "model.lora_configs=[{name: own, lora_rank: 4, lora_alpha: 8}]",
         "algorithm.algorithm_type=ppo",
     ],
+    quick=1,
 )
 def test_an_adapter_and_a_critic_go_back_and_on_with_the_weights(
     override, random_model_path, tmp_path
@@ -185,7 +187,7 @@ def test_a_version_whose_checkpoint_is_gone_is_not_gone_back_to(random_model_pat
     run(work())
 
 
-@pytest.mark.parametrize("moment", ["update", "rename", "mark", "decide"])
+@grid("moment", ["update", "rename", "mark", "decide"], quick=2)
 def test_a_kill_at_any_moment_trains_no_session_twice(moment, random_model_path, tmp_path):
     """Killed in the second update: before its checkpoint, before its sessions are marked, or
     before it is promoted."""

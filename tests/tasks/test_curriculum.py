@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kit.examples import grid
 from tests.tasks import curriculum_functions
 from tuner.config.load import load_config
 from tuner.config.schema import SelectorSection
@@ -154,9 +155,7 @@ def lines(path):
     return sorted(path.read_text().splitlines())
 
 
-@pytest.mark.parametrize(
-    "selector", [{}, {"kind": "stratified", "field": "source"}, {"field": "source"}]
-)
+@grid("selector", [{}, {"kind": "stratified", "field": "source"}, {"field": "source"}], quick=1)
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_a_run_that_goes_on_after_any_checkpoint_draws_what_it_would_have_drawn(
     tmp_path, selector, ahead

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.kit import builders
+from tests.kit.examples import grid
 from tuner import Dataset, DatasetConfig
 from tuner.config import keys
 from tuner.config.load import load_config
@@ -141,7 +142,7 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize("in_memory", [0, 64, reading.IN_MEMORY])
+@grid("in_memory", [0, 64, reading.IN_MEMORY], quick=2)
 @pytest.mark.parametrize("suffix", PLAIN)
 def test_rows_of_compressed_files_are_those_of_plain_ones(tmp_path, monkeypatch, suffix, in_memory):
     monkeypatch.setattr(reading, "IN_MEMORY", in_memory)

@@ -17,6 +17,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.kit import runs
+from tests.kit.examples import grid
 from tests.kit.models import save_chat_model
 from tuner.engines import SamplingParams
 from tuner.errors import ConfigError, TunerError
@@ -341,8 +342,8 @@ async def test_rollouts_stop_where_the_template_ends_a_turn(base_model, tmp_path
     assert not [one for one in again.decisions if "ends a turn" in one]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "merge"),
+@grid(
+    "overrides, merge",
     [
         ([], False),
         (["model.lora_configs=[{lora_rank: 2}]"], False),
@@ -350,6 +351,7 @@ async def test_rollouts_stop_where_the_template_ends_a_turn(base_model, tmp_path
         (["mode=train", "algorithm.algorithm_type=sft"], False),
         (None, False),  # no run: the model itself
     ],
+    quick=2,
 )
 def test_plain_generation_from_an_export_stops(base_model, tmp_path, overrides, merge):
     source = base_model

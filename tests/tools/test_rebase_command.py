@@ -76,6 +76,7 @@ def test_the_mended_judge_is_named_in_the_new_run_and_the_table_printed(run, sai
         assert found == {id_: -reward for id_, reward in old.items()}
 
 
+@pytest.mark.long
 def test_what_is_wrong_is_said_in_a_sentence_before_pytorch_is_imported(run):
     """A share that is none, and a run without a file that it can be told by."""
     script = (

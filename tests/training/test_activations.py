@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.engines.models import prompt
 from tests.kit.builders import call, trace
+from tests.kit.examples import grid
 from tests.training.configured import training
 from tests.training.exact import model_of as model_of_kind
 from tests.training.lora import wrapped
@@ -183,8 +184,8 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("shape", "alone", "checkpointing", "dtype"),
+@grid(
+    "shape, alone, checkpointing, dtype",
     [
         ("wide", False, False, torch.float32),
         ("wide", True, True, torch.bfloat16),
@@ -198,6 +199,7 @@ SHAPES = {
         ("lfm2", False, False, torch.float32),
         ("lfm2", True, True, torch.bfloat16),
     ],
+    quick=3,
 )
 def test_the_peak_of_an_update_is_predicted_within_10_percent(shape, alone, checkpointing, dtype):
     batch = batch_of(2 if alone else 4, 200, 56)

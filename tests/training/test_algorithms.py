@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.kit.builders import call, trace
+from tests.kit.examples import grid
 from tests.kit.models import tiny_qwen3
 from tests.training.configured import changed, training
 from tests.training.test_trainer import gradient_of, random_batch, tiny_model
@@ -191,7 +192,7 @@ def test_several_updates_keep_the_policy_that_the_step_began_with():
 # Every algorithm ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", REWARDED)
+@grid("algorithm", REWARDED, quick=4)
 def test_cuts_order_and_parts_of_a_batch_do_not_change_the_update(algorithm):
     traces = random_batch(4)
     settings = settings_of(algorithm, "algorithm.loss_agg_mode=seq-mean-token-mean")

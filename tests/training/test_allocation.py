@@ -114,6 +114,7 @@ def test_the_gain_that_is_predicted_is_the_one_that_is_measured(chain):
     assert advice.gain == pytest.approx(measured, rel=0.25)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("trunks", "ends"), [(2, 2), (3, 4)])
 def test_few_rollouts_in_a_task_give_the_same_shares_as_many(trunks, ends):
     """What a mean of few adds to distances is taken off again."""
@@ -211,6 +212,7 @@ def test_few_forks_are_enough_where_the_end_decides():
     assert sum(one.call == 2 and one.gain > 1.5 for one in advised) > 14
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chain", [EARLY, Chain([3, 3, 3, 3], sum, 0.3)])
 def test_few_forks_do_little_harm_where_the_end_does_not(chain):
     budget = 8 * sum(chain.costs)

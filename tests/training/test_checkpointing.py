@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from tests.engines.models import make_model
+from tests.kit.examples import grid
 from tests.training.exact import model_of, row
 from tuner.errors import ConfigError
 from tuner.training.forward import kernels, layouts
@@ -31,7 +32,7 @@ def gradient_of(model, forward):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["tree", "packed", "padded"])
-@pytest.mark.parametrize("kind", ["qwen3", "mistral", "gemma2", "gemma3"])
+@grid("kind", ["qwen3", "mistral", "gemma2", "gemma3"], quick=2)
 def test_gradients_are_the_same_and_less_is_kept(kind, layout, dtype):
     model = model_of(kind).to(dtype)
     plain, checkpointed = (

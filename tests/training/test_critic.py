@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.engines.models import make_model
 from tests.kit.builders import call, trace
+from tests.kit.examples import grid
 from tests.training.configured import changed, training
 from tests.training.exact import all_float64
 from tests.training.test_trainer import VOCABULARY, random_batch, tiny_model
@@ -63,7 +64,7 @@ def gradient_of(critic: Critic, batch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+@grid("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-5)], quick=1)
 def test_tree_and_cuts_do_not_change_the_critics_gradient(kind, dtype, tolerance):
     batch = build_batch(agents(0), selection=ALONE)
     wanted = wanted_values = None

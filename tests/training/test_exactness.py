@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engines.models import VOCABULARY, change_weights
 from tests.kit.builders import call, trace
+from tests.kit.examples import grid
 from tests.traces.agents import rollouts
 from tests.training.configured import changed, training
 from tests.training.exact import (
@@ -50,7 +50,7 @@ def reference_of(model_kind: str, dtype):
     return model
 
 
-@pytest.mark.parametrize("algorithm", REWARDED)
+@grid("algorithm", REWARDED, quick=4)
 def test_updates_on_random_agents(algorithm: str) -> None:
     """Off policy, and with a forward pass for the log-probs that the step began with."""
     shapes = {}
@@ -113,9 +113,7 @@ def test_updates_on_random_agents(algorithm: str) -> None:
     check()
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "kind"), list(zip(REWARDED, itertools.cycle([*KINDS, "tiny_math"])))
-)
+@grid("algorithm, kind", list(zip(REWARDED, itertools.cycle([*KINDS, "tiny_math"]))), quick=4)
 def test_updates_on_traces_of_a_tool_agent(algorithm: str, kind: str) -> None:
     """On policy, in float64; the shipped model in float32."""
     found = recorded(kind)

@@ -11,6 +11,7 @@ import torch
 from tests.engines.models import generate_all
 from tests.engines.test_grammar import END, grammars, make_engine, make_model
 from tests.kit.builders import call, trace
+from tests.kit.examples import grid
 from tests.kit.toy import ids_of
 from tests.training.configured import changed, training
 from tests.training.exact import all_float64
@@ -56,7 +57,7 @@ async def rollouts(engine, grammars_, **options):
     return [trace(0, i, [one], reward=float(i % 2)) for i, one in enumerate(calls)]
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.6}, {"top_k": 3}, {"top_p": 0.8}])
+@grid("options", [{}, {"temperature": 0.6}, {"top_k": 3}, {"top_p": 0.8}], quick=2)
 @pytest.mark.parametrize("deterministic", [False, True])
 async def test_recomputed_log_probs_are_the_recorded_ones_also_from_the_store(
     deterministic: bool, options: dict

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engines.models import VOCABULARY, make_model
+from tests.kit.examples import grid
 from tests.traces.agents import batches
 from tests.training.configured import training
 from tests.training.exact import (
@@ -42,11 +43,12 @@ def random_rows(calls, dice):
     ][:12]
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype", "tolerance"),
+@grid(
+    "kind, dtype, tolerance",
     [(kind, torch.float32, 1e-5) for kind in KINDS]
     # Eager attention, which gemma2 needs for its soft capping, is in float32 in any case.
     + [(kind, torch.float64, 1e-10) for kind in KINDS if kind != "gemma2"],
+    quick=3,
 )
 def test_gradient_of_an_adapter_is_that_of_one_row_per_call_in_every_layout(kind, dtype, tolerance):
     model = wrapped(model_of(kind))
@@ -114,7 +116,7 @@ def test_only_the_adapter_is_trained_and_the_model_stays_bit_for_bit():
     assert all(not torch.equal(value, after[name]) for name, value in adapter.items())
 
 
-@pytest.mark.parametrize("new", [True, False])
+@grid("new", [True, False], quick=1)
 def test_reference_is_the_frozen_start_without_a_copy_of_the_model(new):
     """With a new adapter the model without it; else the model with the adapter as it was."""
     model = wrapped(tiny_model(), new=new)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-import pytest
 import torch
 
+from tests.kit.examples import grid
 from tests.training.configured import changed, training
 from tests.training.exact import all_float64
 from tests.training.test_trainer import gradient_of, random_batch, tiny_model
@@ -75,14 +75,15 @@ def expected(traces: list[Trace], settings: RunConfig) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize(
-    ("policy_loss", "aggregation"),
+@grid(
+    "policy_loss, aggregation",
     [
         ("ppo", "seq-mean-token-mean"),
         ("ppo", "seq-mean-token-sum"),
         ("ppo", "seq-mean-token-sum-norm"),
         ("gspo", "seq-mean-token-mean"),
     ],
+    quick=2,
 )
 def test_gradient_is_that_of_the_whole_call_with_tokens_masked_out(policy_loss, aggregation):
     traces = random_batch(7)

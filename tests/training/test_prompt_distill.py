@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.kit.builders import call
+from tests.kit.examples import grid
 from tests.training.configured import changed, training
 from tests.training.lora import change_adapter, wrapped
 from tests.training.test_trainer import random_batch, tiny_model
@@ -103,7 +104,7 @@ def error(one, other):
     return float((one - other).norm() / other.norm())
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
+@grid("lora", [False, True], quick=1, ids=["whole", "lora"])
 @pytest.mark.parametrize("teacher", ["start", "policy"])
 @pytest.mark.parametrize("layout", ["tree", "packed", "padded"])
 def test_the_gradient_is_that_of_two_plain_passes_for_each_call(layout, teacher, lora):

@@ -23,6 +23,7 @@ from tests.engines.models import (
 from tests.engines.test_grammar import grammars
 from tests.engines.test_grammar import make_model as make_letters
 from tests.kit.builders import call, trace
+from tests.kit.examples import grid
 from tests.kit.toy import ids_of
 from tests.training.configured import training
 from tuner.engines import SamplingParams
@@ -85,7 +86,7 @@ def by_definition(model, one: Call) -> list[float]:
 
 
 @pytest.mark.parametrize("layout", ["tree", "packed", "padded"])
-@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
+@grid("options", SETTINGS.values(), quick=3, ids=SETTINGS)
 async def test_log_probs_after_an_update_are_those_of_the_same_cut_and_penalties(options, layout):
     model = make_model("qwen3")
     traces = await sampled(model, options, masked=((2, 4), (9, 10)))

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kit.builders import call, trace
+from tests.kit.examples import grid
 from tuner.config import load_config
 from tuner.config.algorithms import ADVANTAGES, ALGORITHMS, TURN_DISCOUNTED
 from tuner.errors import TrainingError
@@ -177,9 +178,10 @@ def advantages(batch, config):
     return [one.tolist() for one in row_advantages(batch, config, teacher_logp=zeros)]
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "filters"),
+@grid(
+    "algorithm, filters",
     [(name, some) for name in REWARDED for some in FILTERS if allowed(name, some)],
+    quick=16,
 )
 def test_a_rollout_without_a_trained_token_has_no_vote(algorithm, filters):
     config = load_config(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.kit.builders import call, trace
+from tests.kit.examples import grid
 from tests.kit.models import tiny_qwen3
 from tests.training.configured import changed, training
 from tuner.config.algorithms import EntropyLoss, KLLoss
@@ -117,7 +118,7 @@ SETTINGS = training(
 )
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@grid("seed", [0, 1, 2], quick=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_loss_and_gradient_equal_the_formula_in_float64(seed, dtype):
     traces = random_batch(seed, samplings=({}, {"temperature": 0.7}))

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engines.models import VOCABULARY, prompt
+from tests.kit.examples import grid
 from tests.kit.toy import ids_of
 from tests.traces.agents import batches
 from tests.training import exact
@@ -41,19 +42,12 @@ def small_parts():
 
 
 @pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize(
-    ("kind", "dtype", "tolerance"),
+@grid(
+    "kind, dtype, tolerance",
+    [(kind, torch.float64, 1e-10) for kind in KINDS if kind != "gemma2"]
     # Eager attention, which gemma2 needs for its soft capping, is in float32 in any case.
-    [("gemma2", torch.float32, 1e-5)]
-    + [
-        case
-        for kind in KINDS
-        if kind != "gemma2"
-        for case in (
-            (kind, torch.float64, 1e-10),
-            pytest.param(kind, torch.float32, 1e-5, marks=pytest.mark.long),
-        )
-    ],
+    + [(kind, torch.float32, 1e-5) for kind in KINDS],
+    quick=2,
 )
 def test_gradient_is_that_of_one_row_per_call_on_random_agents(kind, dtype, tolerance):
     model = model_of(kind, dtype)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.engines.models import make_model, prompt
+from tests.kit.examples import grid
 from tests.models.matrix import alone, rows_of
 from tests.models.shapes import tiny_model
 from tests.training import flash
@@ -61,7 +62,7 @@ def test_output_and_gradient_are_those_of_the_attention_in_blocks(tree, heads):
         assert torch.allclose(of_runs, of_blocks, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@grid("dtype", [torch.float32, torch.bfloat16], quick=1)
 @pytest.mark.parametrize("layout", ["nodes first", "heads first"])
 @pytest.mark.parametrize("tree", ["turns", "one run"])
 def test_shapes_types_and_strides_are_those_that_the_compiler_expects(tree, layout, dtype):

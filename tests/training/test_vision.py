@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.engines.test_vision import prompts
+from tests.kit.examples import grid
 from tests.kit.models import STATEFUL, VISION, png, vision_model
 from tuner.engines import SamplingParams
 from tuner.engines.images import ALBUM, ImageLimits
@@ -35,13 +36,14 @@ def own(model, row: Row) -> torch.Tensor:
     return torch.stack([logp[place - 1, whole[place]] for place in places])
 
 
-@pytest.mark.parametrize(
-    ("family", "layout"),
+@grid(
+    "family, layout",
     [
         (family, layout)
         for family in VISION
         for layout in (LAYOUTS[-1:] if family in STATEFUL else LAYOUTS)
     ],
+    quick=6,
 )
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
 def test_gradients_are_those_of_rows_one_by_one(family, layout, trained):

@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.engines.models import make_model, prompt
+from tests.kit.examples import grid
 from tests.training import test_grammar as grammar
 from tests.training.configured import training
 from tests.training.exact import row
@@ -70,7 +71,7 @@ SAMPLINGS = ({}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8, "top_k": 9})
 OF_A_STEP = ["_local_scalar_dense"] * 3
 
 
-@pytest.mark.parametrize(
+@grid(
     "settings",
     [
         {},
@@ -79,6 +80,7 @@ OF_A_STEP = ["_local_scalar_dense"] * 3
         {"proximal": "recompute", "updates": 2, "entropy": EntropyLoss(entropy_coef=0.01)},
         {"optimizer_offload": True, "activation_checkpointing": True},
     ],
+    quick=2,
     ids=str,
 )
 def test_micro_batches_follow_each_other_without_waiting(settings):

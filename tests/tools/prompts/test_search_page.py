@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.kit.chat_server import chat_server
+from tests.kit.examples import grid
 from tests.tools.test_damaged_files import KINDS, damaged, no_file, told
 from tuner import JudgeOutput, PromptTuneConfig, RemoteModel, WorkflowOutput, tune_prompt
 from tuner.cli import app
@@ -218,7 +219,7 @@ def test_a_page_of_a_thousand_tasks_and_forty_candidates_stays_small(tmp_path):
     assert "others are omitted" in page
 
 
-@pytest.mark.parametrize("file", ["tree.json", "result.json", "search.json"])
+@grid("file", ["tree.json", "result.json", "search.json"], quick=1)
 def test_each_field_of_a_search_is_shown_or_named(run, tmp_path, file):
     folder = tmp_path / "run"
     shutil.copytree(run, folder)

@@ -153,6 +153,7 @@ async def test_the_most_sparing_candidate_wins_by_its_tokens(tmp_path, chat_mode
     assert (metrics["token_consumed_avg"], metrics["reward"]) == (8.0, -8.0)
 
 
+@pytest.mark.long
 async def test_the_fastest_candidate_wins_by_its_seconds(tmp_path, chat_model):
     async def patient(task, model):
         """Asks until the answer is the right one."""
@@ -392,6 +393,7 @@ async def solved(task, response):
     return JudgeOutput(reward=math_equal(final_answer(response), truth))
 
 
+@pytest.mark.long
 async def test_tiny_models_are_selected_by_path_and_by_settings(tmp_path, random_model_path):
     rows = [json.loads(line) for line in (EXAMPLE / "test.jsonl").read_text().splitlines()[:100]]
     tiny = TunerModelConfig(model_path=str(MODELS / "tiny_math"), max_model_len=512)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.kit import forked
 from tests.kit.chat_server import Refusal, chat_server
+from tests.kit.examples import grid
 from tests.pages import blocks
 from tuner import (
     ConfigError,
@@ -193,7 +194,7 @@ def test_a_reflecting_model_that_fails_is_said_and_the_search_goes_on_later(tune
     assert before.items() <= after.items(), "what was tried is not tried again"
 
 
-@pytest.mark.parametrize("limit", ["max_rollouts", "max_tokens", "max_cost"])
+@grid("limit", ["max_rollouts", "max_tokens", "max_cost"], quick=1)
 def test_the_budget_ends_the_search(tuned, limit):
     async def talkative(task, model, system_prompt):
         answer = await model.client.chat.completions.create(
