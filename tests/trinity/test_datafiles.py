@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 
 import pytest
 
+from tuner.config.schema import TunerSection
 from tuner.errors import ConfigError, DatasetError
 from tuner.trinity.datafiles import (
     ROW,
     as_messages,
     is_text,
+    put_recorded,
     readable_there,
     task_of,
     tasks_of,
     write_tasks,
 )
+from tuner.trinity.handover import TrinitySettings
 
 ROWS = [{"question": "1+1?", "answer": 2}, {"question": "ä", "tags": ["x", None, {"y": 1.5}]}]
 
@@ -53,6 +57,22 @@ def test_a_taskset_without_path_takes_the_rows_given_in_python():
     assert tasks_of({"path": None}, ROWS, role="train_dataset") == ROWS
     with pytest.raises(DatasetError, match="train_dataset: there are no rows"):
         tasks_of({}, None, role="train_dataset")
+
+
+@pytest.mark.parametrize(("asked", "taken"), [({}, 3), ({"trainer": {"total_steps": 2}}, 2)])
+def test_a_database_is_trained_on_once_if_no_steps_are_set(tmp_path, asked, taken):
+    file = tmp_path / "experiences.db"
+    with sqlite3.connect(file) as database:
+        database.execute("CREATE TABLE experience_buffer (id INTEGER)")
+        database.executemany("INSERT INTO experience_buffer VALUES (?)", [(n,) for n in range(7)])
+    buffer = {"storage_type": "sql", "path": f"sqlite:///{file}"}
+    tree = {
+        "buffer": {"train_batch_size": 2, "trainer_input": {"experience_buffer": buffer}},
+        **asked,
+    }
+    settings = TrinitySettings(tree, TunerSection(), {}, ())
+    assert put_recorded(settings, None) == 7
+    assert settings.get("trainer.total_steps") == taken
 
 
 ASKED = {"role": "user", "content": "What is 3 + 4?"}
