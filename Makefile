@@ -1,7 +1,7 @@
 # make demo   train the tiny model on a CPU and print what it learned
 # make demo-real   train a real language model to use a tool, on a CPU, in five minutes
-# make test   lint, types and tests that take no long training; CI runs the others as well
-# make test-long   tests that take long: examples, notebooks and served models that train until something is learned; kills, workers
+# make test   lint, types and the quicker tests; CI runs `make test-long` as well
+# make test-long   tests that take long: what trains until something is learned; kills, workers; most cases of large grids
 # make types   mypy alone
 # make test-agentscope2   the tests that need AgentScope 2.x, in an environment of its own
 # make test-oldest   the tests of `make test` with each requirement at its lower bound, in a separate environment

@@ -201,7 +201,7 @@ buffer: {{batch_size: 4, total_steps: 2}}
             ["judge", *(w[6:] for b in group for w in b.words if w.startswith("judge="))]
         )
     ],
-    quick=3,
+    quick=1,
 )
 def test_functions_of_a_page_are_those_of_a_run(name, judge, random_model_path, tmp_path):
     path = tmp_path / "functions.py"
@@ -258,7 +258,8 @@ PRINTED = {
 }
 
 
-@grid("name", BESIDE_A_RUN, quick=1)
+@pytest.mark.long
+@pytest.mark.parametrize("name", BESIDE_A_RUN)
 def test_code_that_looks_at_a_run(name, beside_a_run):
     (beside_a_run / "main.py").write_text(text(BESIDE_A_RUN[name]))
     printed = forked.script(beside_a_run / "main.py")

@@ -2,12 +2,12 @@
 
 import asyncio
 
+import pytest
 import torch
 
 from tests.areal.loop import step
 from tests.areal.queue_agents import GCONFIG, trajectory
 from tests.kit.clock import jump
-from tests.kit.examples import grid
 from tests.rewards import functions
 from tuner.areal import Agent, EnvironmentService, QueueWorkflow, StatefulDataLoader
 from tuner.rewards import in_process
@@ -64,7 +64,8 @@ class Asking(Agent):
         return [trajectory(act, reward=reward)]
 
 
-@grid("fault", FAULTS, quick=2)
+@pytest.mark.long
+@pytest.mark.parametrize("fault", FAULTS)
 def test_what_breaks_in_an_episode_has_a_name_and_training_goes_on(make_loop, fault):
     actor, rollout = make_loop(concurrent=GROUP, tuner={"explorer": {"max_timeout": SECONDS}})
     rows = [{"input_ids": [40, 41], "n": n} for n in (fault, FINE)]

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tests.areal.loop import ROWS, Random, step
-from tests.kit.examples import grid
 from tuner.areal import StatefulDataLoader
 from tuner.errors import DatasetError
 
 
+@pytest.mark.long
 def test_a_killed_loop_goes_on_with_the_same_rows_and_weights(make_loop, tmp_path):
     def states(rollout, loader):
         return json.dumps({"rollout": rollout.state_dict(), "loader": loader.state_dict()})
@@ -66,13 +66,13 @@ def test_the_data_loader_goes_on_where_it_was():
         StatefulDataLoader([1], 2)
 
 
-@grid(
+@pytest.mark.long
+@pytest.mark.parametrize(
     "tuner",
     [
         {"model": {"lora_configs": [{"lora_rank": 2}]}},
         {"algorithm": {"algorithm_type": "ppo"}, "tuner": {"critic": {"lr": 0.01}}},
     ],
-    quick=1,
     ids=["adapter", "critic"],
 )
 def test_adapter_and_critic_go_on_too(make_loop, tmp_path, tuner):

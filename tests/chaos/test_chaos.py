@@ -24,12 +24,14 @@ def test_killed_runs_and_runs_on_a_failing_disk_go_on_to_the_same_bits(tmp_path)
     assert code == 0, said.read_text()[-5000:]
 
 
+@pytest.mark.long
 def test_wrong_requests_break_nothing():
     statuses, _ = bodies.send(500, "short")
     assert statuses[200] > 50
     assert statuses[400] > 100
 
 
+@pytest.mark.long
 async def test_sessions_leave_nothing_behind():
     calls, held = await sessions.open_many(200, seed=0)
     assert calls > 200

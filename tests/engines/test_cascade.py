@@ -8,7 +8,6 @@ import torch
 from torch.nn import functional as F
 
 from tests.engines.models import error, generate_all, make_engine, make_model, prompt
-from tests.kit.examples import grid
 from tuner.engines import SamplingParams
 from tuner.engines.transformers import cascade
 from tuner.engines.transformers import slot_rows as rows
@@ -143,7 +142,8 @@ async def test_conversations_keep_what_they_share_from_turn_to_turn(prefixes):
         assert [(p.start, p.end) for p in prefixes()] == [(0, 199)]
 
 
-@grid("little", [0, 8192], quick=1)
+@pytest.mark.long
+@pytest.mark.parametrize("little", [0, 8192])
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
 async def test_one_long_conversation_costs_short_ones_neither_time_nor_memory(
     kind, little, prefixes, monkeypatch

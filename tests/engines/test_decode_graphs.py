@@ -2,10 +2,10 @@
 
 import asyncio
 
+import pytest
 import torch
 
 from tests.engines.models import error, generate_all, make_engine, make_model, prompt, until
-from tests.kit.examples import grid
 from tuner.engines import SamplingParams
 from tuner.engines.transformers.passes import PassGraphs
 
@@ -25,7 +25,8 @@ def in_few_shapes(engine):
     return shapes
 
 
-@grid("kind", ["qwen3", "gemma3"], quick=1)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
 async def test_rows_and_lengths_are_rounded_up_and_log_probs_are_the_same(kind):
     model = make_model(kind)
     engine = make_engine(model, max_model_len=200, max_slots=6)
@@ -60,6 +61,7 @@ async def test_rows_too_many_change_nothing_that_is_kept():
     assert error(model, [*kept, 7], again, sampling) < 1e-4
 
 
+@pytest.mark.long
 async def test_prompts_that_come_one_by_one_are_computed_together():
     """Answers of different lengths, each followed by the next turn of its agent."""
     passes = {}

@@ -69,6 +69,7 @@ async def cut_once(proxy, engine):
     assert proxy.cut_count == before + 1
 
 
+@pytest.mark.long
 async def test_each_part_of_a_completion_has_the_adapter_of_its_request(fleet, there):
     sink, (engine, _) = Sink(), fleet
     request = asyncio.ensure_future(engine.generate(prompt(9), LONG, "s", sink, adapter="a"))

@@ -43,6 +43,7 @@ def fleet(tmp_path):
     return make_engine(servers, model, tmp_path), servers, model
 
 
+@pytest.mark.long
 async def test_the_turns_of_a_session_go_to_one_server_and_sessions_to_the_free_one(fleet):
     engine, servers, _ = fleet
     sinks = [Sink(), Sink()]

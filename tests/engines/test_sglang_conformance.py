@@ -9,6 +9,8 @@ from tests.engines.conformance import Rig, as_new
 from tests.engines.sglang_rig import StandIn, served_toy
 from tuner.engines import EngineError, SamplingParams
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):

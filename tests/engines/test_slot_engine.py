@@ -311,7 +311,8 @@ def limited(engine, tokens):
     return found
 
 
-@grid("how", ["prefixes", "rows", "blocks"], quick=1)
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["prefixes", "rows", "blocks"])
 async def test_many_long_requests_stay_within_the_memory_and_all_end_exactly(how, monkeypatch):
     monkeypatch.setattr(rows, "_HEADROOM", 1)
     model = make_model()

@@ -329,6 +329,7 @@ def test_what_has_occurred_is_found_token_by_token_as_in_a_search_of_all():
     assert 20 < sum(found) < 250
 
 
+@pytest.mark.long
 async def test_drafts_that_are_always_wrong_soon_end(monkeypatch):
     model, ids = make_model(), prompt(20)
     sampling = replace(PLAIN, max_tokens=200)

@@ -55,7 +55,7 @@ async def completions(engine, asked, *, at_once=True):
     return list(await asyncio.gather(*work)) if at_once else [await one for one in work]
 
 
-@grid("family", VISION, quick=3)
+@grid("family", VISION, quick=2)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_recorded_logprobs_are_those_of_the_models_own_pass(family, deterministic):
     """One after the other with prefix reuse, at once, and after the weights changed."""

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.examples import grid
 from tests.kit.toy import StubEngine, gateway_of, ids_of, tokenizer
 from tuner.environments.program import Program
 from tuner.rollouts.without_framework import PlainChatModel
@@ -54,7 +53,8 @@ def template(tmp_path):
     return folder
 
 
-@grid("how", ["whole", "stream"], quick=1)
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["whole", "stream"])
 @pytest.mark.parametrize("dialect", ["openai", "anthropic"])
 async def test_helpers_parallel_calls_and_compaction_are_one_exact_trace(dialect, how, template):
     program = Program(

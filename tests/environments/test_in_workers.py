@@ -55,6 +55,7 @@ class Marked(Environment):
             self._mark = None
 
 
+@pytest.mark.long
 def test_each_worker_closes_the_environment_that_it_played_in(random_model_path, tmp_path):
     folder = tmp_path / "open"
     folder.mkdir()

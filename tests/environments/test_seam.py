@@ -292,6 +292,7 @@ def test_paths_in_it_begin_at_the_file(tmp_path):
     assert load_config(file).tuner.environment == f"harbor:{tmp_path / 'tasks'}"
 
 
+@pytest.mark.long
 def test_the_commands_take_it_from_the_file(random_model_path, tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(

@@ -490,6 +490,7 @@ async def test_the_chat_model_has_anthropics_client_too() -> None:
         assert (call.role, call.dialect) == ("planner", "messages")
 
 
+@pytest.mark.long
 def test_anthropic_is_not_imported_unless_its_client_is_asked_for() -> None:
     program = (
         "import sys, tuner, tuner.rollouts.without_framework, tuner.gateway.app\n"

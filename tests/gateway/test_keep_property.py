@@ -84,6 +84,7 @@ _STEP = st.tuples(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=few(80), deadline=None)
 @given(st.sampled_from([*ALL.values(), OPENED]), st.lists(_STEP, min_size=2, max_size=8))
 def test_only_reasoning_is_put_back(template: str, steps: list[Any]) -> None:

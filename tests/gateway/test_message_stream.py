@@ -14,7 +14,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tests.gateway.families import FAMILIES, Family, texts
 from tests.gateway.qwen import qwen
-from tests.kit.examples import few, grid
+from tests.kit.examples import few
 from tests.kit.toy import ADD_TOOL, ids_of, tokenizer
 from tuner.gateway import ChatRenderer
 from tuner.gateway.completion import MessageStream, TextStream
@@ -69,7 +69,8 @@ def test_pieces_make_the_message_that_is_parsed(family: Family, data: Any) -> No
     _stream_anyhow(family, family.renderer(), ids, data)
 
 
-@grid("name", ["qwen3", "qwen3_5"], quick=1)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
 @settings(deadline=None, max_examples=few(80))
 @given(data=st.data())
 def test_pieces_of_qwens_tokens_make_the_message_that_is_parsed(name: str, data: Any) -> None:

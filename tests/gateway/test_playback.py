@@ -249,6 +249,7 @@ def test_calls_of_a_chat_model_of_the_users_own_are_refused() -> None:
         MessageScript(replace(trace, calls=tuple(own)))
 
 
+@pytest.mark.long
 def test_it_needs_no_torch() -> None:
     code = "import sys, tuner.gateway.playback; print({'torch', 'transformers'} & {*sys.modules})"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

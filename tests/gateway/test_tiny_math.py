@@ -77,7 +77,8 @@ class Sum(BaseModel):
     unit: Literal["apples", "coins"]
 
 
-@grid("seed", range(3), quick=1)
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(3))
 async def test_forms_are_kept_and_their_log_probs_are_exact(gateway: Gateway, seed: int) -> None:
     form = {
         "type": "json_schema",

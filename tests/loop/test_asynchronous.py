@@ -143,6 +143,7 @@ def ahead(random_model_path, tmp_path_factory):
         yield tune(config, workflow, judge), seen
 
 
+@pytest.mark.long
 def test_collection_goes_on_while_an_update_is_computed(ahead):
     result, seen = ahead
     assert result.steps == async_runs.STEPS
@@ -191,6 +192,7 @@ def test_every_token_has_the_log_prob_of_the_weights_that_sampled_it(ahead, rand
     assert mixed > 0
 
 
+@pytest.mark.long
 def test_what_is_too_old_is_left_out_and_counted_where_a_step_does_not_wait(
     random_model_path, tmp_path
 ):

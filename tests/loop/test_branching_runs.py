@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 
 from tests.kit import forked, runs
 from tests.kit.agents import answer
-from tests.kit.examples import grid
 from tuner.errors import ConfigError, TunerError
 from tuner.loop import run_local
 from tuner.tasks.functions import JudgeOutput, WorkflowOutput
@@ -84,7 +83,8 @@ def test_a_killed_run_ends_with_the_same_weights(mode, random_model_path, tmp_pa
         assert any(trace.origin.rollout.rollout >= 3 for trace in begun)
 
 
-@grid(
+@pytest.mark.long
+@pytest.mark.parametrize(
     "mode",
     [
         (),
@@ -95,7 +95,6 @@ def test_a_killed_run_ends_with_the_same_weights(mode, random_model_path, tmp_pa
             *("explorer.runner_per_model=6", "tuner.branching.where=uncertain"),
         ),
     ],
-    quick=2,
     ids=["plain", "LoRA", "gspo, two updates", "ahead"],
 )
 def test_the_account_of_a_run_has_a_column_for_what_was_replayed(mode, random_model_path, tmp_path):
@@ -114,6 +113,7 @@ def test_the_account_of_a_run_has_a_column_for_what_was_replayed(mode, random_mo
     assert found["tokens/sampled"] == sum(t.sampled_tokens for t in traces)
 
 
+@pytest.mark.long
 def test_best_says_what_it_does(random_model_path, tmp_path, capsys):
     result = tune(random_model_path, tmp_path, *MODES["best"])
     notes = (result.run_dir / "branching.jsonl").read_text().splitlines()

@@ -86,6 +86,7 @@ def test_a_killed_run_draws_the_same_and_ends_with_the_same_weights(
     assert without_times(again.history) == without_times(straight.history)
 
 
+@pytest.mark.long
 def test_results_are_those_of_the_recorded_rollouts(straight):
     check_accounts(straight)
     drawn, results = notes(straight)

@@ -8,7 +8,6 @@ from safetensors.torch import load_file
 from torch.utils._pytree import tree_leaves
 
 from tests.kit import async_runs, runs
-from tests.kit.examples import grid
 from tests.loop.test_lora import NEW
 from tests.loop.test_ppo import PPO
 from tests.loop.test_resume import flip, tune
@@ -32,7 +31,8 @@ def state(checkpoint):
     ]
 
 
-@grid("kind, overrides", KINDS.values(), quick=1, ids=KINDS)
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "overrides"), KINDS.values(), ids=KINDS)
 def test_a_damaged_checkpoint_is_passed_over_and_another_model_is_not_taken(
     random_model_path, tmp_path, capsys, kind, overrides
 ):

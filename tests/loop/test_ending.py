@@ -5,7 +5,6 @@ import json
 import pytest
 
 from tests.kit import runs
-from tests.kit.examples import grid
 from tuner.errors import TrainingError
 from tuner.loop import run_local
 from tuner.runs.result import TuneResult
@@ -100,14 +99,14 @@ def test_a_run_that_ended_early_is_not_run_again(early, random_model_path, tmp_p
     assert again.begun == 0
 
 
-@grid(
-    "more, last",
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("more", "last"),
     [
         ("buffer.total_steps=30", 5),  # the steps that ended it do not end it again
         ("buffer.total_steps=4", 4),
         ("tuner.signal_patience=3", 6),
     ],
-    quick=1,
 )
 def test_a_run_that_ended_early_resumes_where_more_is_asked_of_it(
     early, random_model_path, tmp_path, more, last
@@ -128,6 +127,7 @@ def test_a_run_that_was_killed_before_its_result_ends_after_the_same_step(
     assert again.begun == 0
 
 
+@pytest.mark.long
 def test_collection_ahead_of_training_ends_early_too(random_model_path, tmp_path):
     ahead = ("synchronizer.sync_offset=1", "explorer.runner_per_model=1")
     result = tune(random_model_path, tmp_path, Scripted(MIXED, MIXED, HIGH), *ahead)
@@ -157,6 +157,7 @@ def test_a_run_that_has_learned_is_warned_once_per_streak_and_continues(
     assert "algorithm.repeat_times or model.temperature" in warned[0]
 
 
+@pytest.mark.long
 def test_a_run_that_has_learned_before_it_was_resumed_continues(
     random_model_path, tmp_path, capsys
 ):

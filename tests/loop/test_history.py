@@ -158,7 +158,8 @@ def weights(result):
 ANY = "tuner.history.min_effective_samples=0"
 
 
-@grid("steps", [1, 3], quick=1)
+@pytest.mark.long
+@pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("algorithm", ["multi_step_grpo", "sft"])
 def test_every_token_of_the_traces_is_trained_or_has_a_reason(small, tmp_path, steps, algorithm):
     """Six tasks in steps of two: no group is taken twice, and of one step four are not."""
@@ -186,6 +187,7 @@ def test_a_filter_is_counted_in_the_result(small, tmp_path, capsys):
     assert "dropped: 24 other_step (docs/recorded_data.md)" in printed
 
 
+@pytest.mark.long
 def test_the_run_stops_where_the_tokens_are_worth_too_little(small, tmp_path):
     first = "tuner.history.max_step=1"  # of the weights that it begins with
     with pytest.raises(TrainingError, match=r"are worth only .*min_effective_samples"):
@@ -201,6 +203,7 @@ def test_the_run_stops_where_the_tokens_are_worth_too_little(small, tmp_path):
     assert result.steps == 6
 
 
+@pytest.mark.long
 def test_an_interrupted_run_ends_with_the_same_weights(small, tmp_path, monkeypatch):
     given = of(small), ANY, "trainer.save_interval=2", "tuner.history.held_out=0.2"
     straight = start(small, tmp_path / "straight", *given)

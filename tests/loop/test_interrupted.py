@@ -8,6 +8,8 @@ import traceback
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 import tuner
 from tests.kit import forked, runs
 from tuner import AlgorithmConfig, TunerModelConfig, WorkflowOutput, tune
@@ -48,6 +50,7 @@ def interrupt(process, asked):
     process.join()
 
 
+@pytest.mark.long
 def test_one_interrupt_ends_a_run_whose_agents_catch_everything(random_model_path, tmp_path):
     asked = tmp_path / "asked"
     process = forked.begin(run, random_model_path, tmp_path, asked)

@@ -120,6 +120,7 @@ def test_a_short_run_without_an_update_is_not_completed_and_its_first_failure_is
     assert not (tmp_path / "p/run/result.json").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", ["template", "keep"])
 def test_reasoning_policy_is_recorded_and_its_cost_reported_once(tmp_path, capsys, policy):
     async def two_questions(task, model):

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 from tests.engines.models import make_model
 from tests.kit import runs
-from tests.kit.examples import grid
 from tests.loop.test_resume import without_times
 from tests.training.lora import change_adapter
 from tuner import tune
@@ -83,6 +82,7 @@ def test_the_tiny_model_learns_with_an_adapter(tmp_path):
     assert max(row["train/logprob_mismatch_max"] for row in result.history) < 1e-4
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_a_peft_adapter_that_plain_scripts_load(
     trained, random_model_path, tmp_path
 ):
@@ -106,7 +106,8 @@ def test_a_checkpoint_is_a_peft_adapter_that_plain_scripts_load(
     torch.testing.assert_close(again, adapted, atol=1e-4, rtol=0)
 
 
-@grid("origin", ["new", "path"], quick=1)
+@pytest.mark.long
+@pytest.mark.parametrize("origin", ["new", "path"])
 def test_interrupted_run_ends_with_the_same_adapter(
     origin, random_model_path, trained, tmp_path, monkeypatch
 ):

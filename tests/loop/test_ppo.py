@@ -37,6 +37,7 @@ def tune(model, root, *overrides):
     )
 
 
+@pytest.mark.long
 def test_an_interrupted_run_ends_with_the_same_policy_and_critic(
     random_model_path, tmp_path, monkeypatch
 ):

@@ -31,6 +31,7 @@ def straight(random_model_path, tmp_path_factory):
     return tune(random_model_path, tmp_path_factory.mktemp("straight"), "buffer.total_steps=3")
 
 
+@pytest.mark.long
 def test_a_run_goes_on_bit_for_bit_with_another_use_of_memory(
     random_model_path, straight, tmp_path
 ):

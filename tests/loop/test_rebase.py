@@ -191,6 +191,7 @@ def test_samples_are_used_again_and_every_token_is_accounted_for(mistaken, clean
     ]
 
 
+@pytest.mark.long
 def test_of_the_steps_after_the_change_as_many_are_sampled_anew_as_is_said(mistaken, tmp_path):
     run = copied(mistaken.run_dir, tmp_path)
     found = again(run, min_effective_samples=0, max_reused=0.6)
@@ -326,6 +327,7 @@ async def right_group(task, responses):
     return [JudgeOutput(reward=one.reward, metrics={"size": len(responses)}) for one in found]
 
 
+@pytest.mark.long
 def test_a_judge_of_groups_sees_the_groups_again(random_model_path, tmp_path):
     run = tune(runs.config(random_model_path, tmp_path), judge=wrong_group)
     found = again(run.run_dir, right_group, only_evaluated, min_effective_samples=0)
@@ -351,6 +353,7 @@ def test_a_judge_that_asks_a_model_asks_it_again(random_model_path, tmp_path):
     assert found.record.evaluations_changed == 0
 
 
+@pytest.mark.long
 def test_a_judge_that_fails_gives_no_reward_and_one_that_had_failed_may(mistaken, tmp_path):
     """Neither is reward 0: how a rollout ended is what the new judge makes of it."""
     run = copied(mistaken.run_dir, tmp_path)
@@ -405,6 +408,7 @@ def test_evaluations_before_the_change_are_judged_again_and_later_ones_made_agai
     assert found.result.history[0]["eval/held-out/reward"] == pytest.approx(old / 2)
 
 
+@pytest.mark.long
 def test_a_reward_of_a_step_without_a_checkpoint_before_it_is_no_reason_to_sample(
     mistaken, clean, tmp_path
 ):
@@ -474,6 +478,7 @@ def test_a_mistake_of_the_judge_leaves_nothing(mistaken, tmp_path):
     assert not (tmp_path / "p" / "run-rebased").exists()
 
 
+@pytest.mark.long
 def test_a_reward_function_that_failed_in_the_workflow_is_not_judged(mistaken, tmp_path):
     """It has the judge's outcome, and there is no response to judge."""
     run = copied(mistaken.run_dir, tmp_path)

@@ -83,7 +83,8 @@ def test_deterministic_runs_are_equal_bit_for_bit(random_model_path, straight, t
     assert all(torch.equal(again[name], value) for name, value in weights(straight).items())
 
 
-@grid("running", [1, 3], quick=1)
+@pytest.mark.long
+@pytest.mark.parametrize("running", [1, 3])
 def test_number_of_concurrent_rollouts_changes_no_bit(
     random_model_path, straight, tmp_path, running
 ):
@@ -113,6 +114,7 @@ def test_interrupted_step_is_trained_from_its_recorded_traces(random_model_path,
     assert not any(line.startswith("sample rollouts") for line in said)
 
 
+@pytest.mark.long
 def test_step_trained_from_its_traces_knows_the_states_of_its_calls(random_model_path, tmp_path):
     async def walk(task, model):
         text = ""
@@ -234,6 +236,7 @@ def test_run_beside_a_finished_one_gets_a_name_of_its_own(straight, random_model
     assert result.run_dir == straight.run_dir.with_name("run-2")
 
 
+@pytest.mark.long
 def test_moved_run_directory_goes_on(random_model_path, tmp_path):
     first = tune(runs.config(random_model_path, tmp_path / "a", "buffer.total_steps=1"))
     (tmp_path / "b" / "p").mkdir(parents=True)
@@ -244,6 +247,7 @@ def test_moved_run_directory_goes_on(random_model_path, tmp_path):
     assert without_times(result.history)[1] == without_times(first.history)[1]
 
 
+@pytest.mark.long
 def test_longer_run_goes_on_from_the_end(random_model_path, tmp_path):
     short = tune(runs.config(random_model_path, tmp_path, "buffer.total_steps=2"))
     longer = tune(runs.config(random_model_path, tmp_path, "buffer.total_steps=4"))
@@ -347,6 +351,7 @@ def test_run_whose_checkpoints_are_all_damaged_begins_again_from_its_traces(
     assert (unfinished / "traces" / "step_000001.jsonl").read_bytes() == before
 
 
+@pytest.mark.long
 def test_file_of_a_checkpoint_that_was_written_wrong_is_named(
     random_model_path, straight, unfinished, tmp_path
 ):
@@ -403,11 +408,11 @@ WRITERS = {
 }
 
 
-@grid(
-    "writer, reason",
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("writer", "reason"),
     [(writer, errno.ENOSPC) for writer in WRITERS]
     + [("trace", errno.EACCES), ("metrics", errno.EROFS), ("trainer state", errno.EIO)],
-    quick=3,
 )
 def test_run_that_cannot_write_says_so_and_goes_on_later(
     random_model_path, tmp_path, writer, reason
@@ -432,7 +437,8 @@ def test_run_that_cannot_write_says_so_and_goes_on_later(
     assert tune(config).steps == 2
 
 
-@grid("field", ["prompt_ids", "completion_ids"], quick=1)
+@pytest.mark.long
+@pytest.mark.parametrize("field", ["prompt_ids", "completion_ids"])
 @pytest.mark.parametrize("token", [10**6, -1])
 def test_recorded_token_that_the_model_does_not_have_is_named(
     random_model_path, unfinished, tmp_path, field, token

@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM
 
 from tests.kit import runs
 from tests.kit.agents import answer
-from tests.kit.examples import grid
 from tests.loop.test_resume import without_times
 from tuner.config.schema import LoraSection
 from tuner.errors import ConfigError
@@ -73,7 +72,8 @@ def both(random_model_path, tmp_path_factory):
     return run(random_model_path, tmp_path_factory.mktemp("both"), BOTH, "trainer.save_interval=1")
 
 
-@grid("alone", [WRITER, CRITIC], quick=1)
+@pytest.mark.long
+@pytest.mark.parametrize("alone", [WRITER, CRITIC])
 def test_a_role_learns_what_it_does_where_no_other_is_trained(
     alone, both, random_model_path, tmp_path
 ):
@@ -127,6 +127,7 @@ def test_a_role_without_calls_is_untouched(both):
     assert state(both, "critic")["step"] == 3
 
 
+@pytest.mark.long
 def test_an_interrupted_run_ends_with_the_same_adapters(
     both, random_model_path, tmp_path, monkeypatch
 ):

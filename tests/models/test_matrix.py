@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unittest import mock
 
+import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.kit.examples import grid
@@ -22,6 +23,7 @@ def test_the_table_says_what_is_found(model_type):
     assert found == {name: WRITTEN[name] for name in found}
 
 
+@pytest.mark.long
 def test_what_is_accepted_and_not_exact_is_wrong():
     windows = {"full_attention": None}
     with mock.patch.object(probing, "_tree_windows", return_value=windows):

@@ -74,6 +74,7 @@ def test_problems_load_as_a_dataset(tmp_path: Path) -> None:
     assert loaded[0] == read("train")[0]
 
 
+@pytest.mark.long
 def test_supervised_problems_are_in_no_shipped_split(tokenizer: Any) -> None:
     shipped = {row["question"] for row in read("train") + read("test")}
     # In so many problems the generator does come back to shipped ones, so the check can fail.

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.kit.builders import logged
 from tests.kit.chat_server import Refusal, chat_server
-from tests.kit.examples import few, grid
+from tests.kit.examples import few
 from tests.pages import blocks
 from tests.rewards.tables import rows
 from tuner.config import RemoteModel
@@ -494,6 +494,7 @@ class EightByEight:
 NUMBERS = [f"number {n:02}" for n in range(64)]
 
 
+@pytest.mark.long
 async def test_sixty_four_rollouts_judge_at_once_within_the_limit(parts, tmp_path):
     with chat_server(EightByEight()) as server:
         auxiliary = AuxiliaryModels("plain")
@@ -575,6 +576,7 @@ async def test_a_judge_that_fails_is_an_outcome_and_never_a_reward(parts, tmp_pa
     assert fine.outcome is Outcome.COMPLETED
 
 
+@pytest.mark.long
 async def test_a_group_is_compared_once_and_fails_together(parts, tmp_path):
     count = itertools.count()
 
@@ -601,7 +603,8 @@ async def test_a_group_is_compared_once_and_fails_together(parts, tmp_path):
     assert [trace.reward for trace in broken] == [None] * 3
 
 
-@grid("kind", ["plain", "agentscope1"], quick=1)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["plain", "agentscope1"])
 async def test_a_model_that_we_serve_is_held_to_the_form(parts, tmp_path, kind):
     auxiliary = AuxiliaryModels(kind)
     auxiliary.add_local("tiny", gateway_over(parts), SamplingDefaults(max_tokens=2000))

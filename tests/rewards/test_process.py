@@ -72,6 +72,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.long
 def test_a_script_needs_no_guard_for_the_processes_of_its_functions(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     ran = subprocess.run(
@@ -158,6 +159,7 @@ def test_limits_must_be_above_zero():
         in_process(functions.length, timeout=0)
 
 
+@pytest.mark.long
 async def test_it_travels_without_its_processes():
     score = in_process(functions.length)
     await score("a")

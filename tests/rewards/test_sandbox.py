@@ -128,6 +128,7 @@ async def test_a_daemon_ends_with_the_program_that_left_it(kind, tmp_path):
     assert (tmp_path / "begun").exists()
 
 
+@pytest.mark.long
 async def test_a_daemon_ends_at_the_deadline(kind, tmp_path):
     limits = Limits(seconds=1.5)
     code = f"{DAEMON}\n{FOREVER}"
@@ -247,6 +248,7 @@ asyncio.run(run(command, folder=Path(sys.argv[2]), isolation=sys.argv[3]))
 """
 
 
+@pytest.mark.long
 async def test_it_ends_where_we_are_killed(kind, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     code = DAEMON + f"\nopen('pipe', 'w').write('begun')\n{FOREVER}"

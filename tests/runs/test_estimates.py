@@ -45,6 +45,7 @@ def test_the_interval_of_two_tasks_is_all_there_is():
     assert (found.low, found.mean, found.high) == (0.0, 0.5, 1.0)
 
 
+@pytest.mark.long
 def test_about_95_of_100_intervals_hold_the_true_mean():
     random = np.random.default_rng(2)
     draws = random.binomial(1, 0.3, size=(200, 100)).astype(float)

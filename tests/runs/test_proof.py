@@ -278,6 +278,7 @@ def test_a_state_of_other_bets_is_refused():
         Comparison.restored(state)
 
 
+@pytest.mark.long
 def test_how_many_more_it_takes_is_about_what_it_takes():
     """In the mean over deployments, from a hundred sessions on."""
     random = np.random.default_rng(8)

@@ -78,7 +78,7 @@ CASES = {
 }
 
 
-@grid("case", CASES, quick=2)
+@grid("case", CASES, quick=1)
 def test_a_run_trains_what_it_is_asked_to(folder, tmp_path, case):
     result = run(folder, tmp_path, **CASES[case])
     start = load_model(str(folder), device=torch.device("cpu"), dtype=torch.float32)
@@ -152,6 +152,7 @@ def test_a_killed_run_ends_with_the_same_weights(folder, tmp_path):
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+@pytest.mark.long
 def test_an_evaluation_keeps_the_images(folder, tmp_path):
     evaluate(
         look,
@@ -207,6 +208,7 @@ def test_check_counts_the_memory_of_images(folder, tmp_path):
     assert "; both include 0.00 for 2 images" in text
 
 
+@pytest.mark.long
 def test_an_exported_model_is_loaded_by_transformers(tmp_path):
     result = run(save_vision_model(tmp_path / "model", "qwen3_vl"), tmp_path)
     export(result.run_dir, tmp_path / "out")

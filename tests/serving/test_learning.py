@@ -172,6 +172,7 @@ def test_a_served_model_learns_from_late_and_noisy_feedback_without_a_restart(tm
     run(work())
 
 
+@pytest.mark.long
 def test_a_servers_sessions_keep_their_arms_over_its_doors_and_after_a_restart(
     random_model_path, tmp_path
 ):

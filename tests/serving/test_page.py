@@ -25,6 +25,7 @@ def environment(url):
     return {"TUNER_URL": url, "TUNER_ADMIN_KEY": ADMIN_KEY, "MODEL": "tiny_math"}
 
 
+@pytest.mark.long
 def test_the_five_minutes(environment, url, tmp_path):
     (script,) = blocks("serving.md", "python")
     (tmp_path / "main.py").write_text(script)

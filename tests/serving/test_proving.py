@@ -76,6 +76,7 @@ def test_live_sessions_promote_a_better_candidate_and_leave_a_worse_one(
     run(work())
 
 
+@pytest.mark.long
 def test_a_trial_goes_on_after_a_restart_with_its_arms_and_what_was_counted(
     random_model_path, tmp_path
 ):

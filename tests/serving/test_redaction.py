@@ -75,6 +75,7 @@ async def test_of_a_session_with_something_redacted_no_answer_is_stored(tmp_path
         assert asking.server.store.ask("SELECT key FROM replies") == [("k0",)]
 
 
+@pytest.mark.long
 async def test_a_redacted_question_may_be_asked_again_after_a_restart(tmp_path, setting):
     ids = []
     for _ in range(3):

@@ -187,7 +187,8 @@ def test_a_version_whose_checkpoint_is_gone_is_not_gone_back_to(random_model_pat
     run(work())
 
 
-@grid("moment", ["update", "rename", "mark", "decide"], quick=2)
+@pytest.mark.long
+@pytest.mark.parametrize("moment", ["update", "rename", "mark", "decide"])
 def test_a_kill_at_any_moment_trains_no_session_twice(moment, random_model_path, tmp_path):
     """Killed in the second update: before its checkpoint, before its sessions are marked, or
     before it is promoted."""

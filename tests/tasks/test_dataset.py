@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.kit import builders
-from tests.kit.examples import grid
 from tuner import Dataset, DatasetConfig
 from tuner.config import keys
 from tuner.config.load import load_config
@@ -142,7 +141,8 @@ PLAIN = {
 }
 
 
-@grid("in_memory", [0, 64, reading.IN_MEMORY], quick=2)
+@pytest.mark.long
+@pytest.mark.parametrize("in_memory", [0, 64, reading.IN_MEMORY])
 @pytest.mark.parametrize("suffix", PLAIN)
 def test_rows_of_compressed_files_are_those_of_plain_ones(tmp_path, monkeypatch, suffix, in_memory):
     monkeypatch.setattr(reading, "IN_MEMORY", in_memory)
@@ -452,6 +452,7 @@ def _stored(task):
     return TRACES.parse(trace_line(trace_to_json(trace))).task
 
 
+@pytest.mark.long
 @given(st.dictionaries(_TEXTS | st.integers(), _VALUES | _DEEP, max_size=3))
 def test_a_row_is_refused_at_once_or_can_be_kept_with_its_rollouts(row):
     try:

@@ -143,6 +143,7 @@ def trained(data, folder, model, *more, steps=3):
     )
 
 
+@pytest.mark.long
 def test_a_stream_trains_and_goes_on_where_it_was(tmp_path, random_model_path):
     stream = datasets.Dataset.from_list(ROWS).to_iterable_dataset()
     trained(stream, tmp_path, random_model_path, steps=2)

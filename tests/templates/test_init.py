@@ -29,15 +29,9 @@ def template(request):
     return request.param
 
 
-# One of them in `make test`.
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "template",
-    [
-        pytest.param(template, marks=[pytest.mark.long] * (template is not Template.OPENAI))
-        for template in Template
-        if template is not Template.REAL
-    ],
-    indirect=True,
+    "template", [template for template in Template if template is not Template.REAL], indirect=True
 )
 def test_a_template_trains(template, tmp_path):
     create(template, tmp_path)

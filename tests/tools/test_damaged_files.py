@@ -13,7 +13,6 @@ import pytest
 
 from tests.browser.example_run import example_trace, metrics
 from tests.kit.builders import call, logged, trace
-from tests.kit.examples import grid
 from tuner.config.load import load_config
 from tuner.config.schema import BranchingSection, HistorySection
 from tuner.errors import TunerError
@@ -279,7 +278,8 @@ def told_of_line(run, line):
     return said
 
 
-@grid("file", [name for name in READERS if name not in ("config.yaml",)], quick=4)
+@pytest.mark.long
+@pytest.mark.parametrize("file", [name for name in READERS if name not in ("config.yaml",)])
 def test_each_field_of_each_file_is_read_or_named(run, other, file):
     path = run.path / file
     first, *rest = path.read_bytes().splitlines(keepends=True)

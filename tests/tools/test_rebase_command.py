@@ -58,6 +58,7 @@ def run(random_model_path, tmp_path_factory):
     return tune(workflow, judge, config_path=root / "config.yaml")
 
 
+@pytest.mark.long
 def test_the_mended_judge_is_named_in_the_new_run_and_the_table_printed(run, said):
     root = run.run_dir.parents[1]
     mended = f"{root}/functions.py:judge"

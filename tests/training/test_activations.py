@@ -199,7 +199,7 @@ SHAPES = {
         ("lfm2", False, False, torch.float32),
         ("lfm2", True, True, torch.bfloat16),
     ],
-    quick=3,
+    quick=1,
 )
 def test_the_peak_of_an_update_is_predicted_within_10_percent(shape, alone, checkpointing, dtype):
     batch = batch_of(2 if alone else 4, 200, 56)

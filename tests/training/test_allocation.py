@@ -173,6 +173,7 @@ def test_rollouts_that_end_early_cost_and_reach_less():
     assert advice.tokens == 16
 
 
+@pytest.mark.long
 def test_what_is_open_counts_for_those_that_get_there_alone():
     class Ends(Chain):
         """Whoever takes 0 first has won, and ends; who goes on wins or does not."""

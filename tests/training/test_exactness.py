@@ -113,7 +113,7 @@ def test_updates_on_random_agents(algorithm: str) -> None:
     check()
 
 
-@grid("algorithm, kind", list(zip(REWARDED, itertools.cycle([*KINDS, "tiny_math"]))), quick=4)
+@grid("algorithm, kind", list(zip(REWARDED, itertools.cycle([*KINDS, "tiny_math"]))), quick=2)
 def test_updates_on_traces_of_a_tool_agent(algorithm: str, kind: str) -> None:
     """On policy, in float64; the shipped model in float32."""
     found = recorded(kind)

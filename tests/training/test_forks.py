@@ -257,6 +257,7 @@ def test_the_mean_over_seeds_is_the_true_gradient(plan):
     assert along < 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", [on_success, over_own_calls])
 def test_points_that_hang_on_what_comes_after_them_are_biased(plan):
     found = played(plan)

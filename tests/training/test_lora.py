@@ -48,7 +48,7 @@ def random_rows(calls, dice):
     [(kind, torch.float32, 1e-5) for kind in KINDS]
     # Eager attention, which gemma2 needs for its soft capping, is in float32 in any case.
     + [(kind, torch.float64, 1e-10) for kind in KINDS if kind != "gemma2"],
-    quick=3,
+    quick=2,
 )
 def test_gradient_of_an_adapter_is_that_of_one_row_per_call_in_every_layout(kind, dtype, tolerance):
     model = wrapped(model_of(kind))

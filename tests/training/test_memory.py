@@ -9,7 +9,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.engines.models import prompt
 from tests.kit.builders import call, trace
-from tests.kit.examples import grid
 from tests.kit.models import png, vision_model
 from tests.training.configured import training
 from tuner.config.algorithms import EntropyLoss, KLLoss
@@ -83,7 +82,8 @@ def peak_bytes(layout, vocabulary, **more):
     return peak
 
 
-@grid("layout", LAYOUTS, quick=1)
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_peak_memory_grows_by_less_than_a_tenth_from_8k_to_152k_tokens_of_vocabulary(layout):
     with mock.patch.dict(head.LOGITS, cpu=1 << 20):
         assert peak_bytes(layout, 151_936) < 1.1 * peak_bytes(layout, 8_192)

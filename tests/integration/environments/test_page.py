@@ -21,6 +21,7 @@ OPENENV, TRL, PROGRAM = blocks(
 (LEVELS,) = blocks("task_sets.md", "python", "tests/integration/environments/test_page.py")
 
 
+@pytest.mark.long
 def test_the_script_of_trl_trains_as_it_stands(tmp_path):
     (tmp_path / "main.py").write_text(TRL.replace("models/tiny_math", f"{ROOT}/models/tiny_math"))
     printed = forked.script(tmp_path / "main.py")

@@ -18,10 +18,9 @@ from tuner.traces import Outcome, RolloutId
 
 ID = RolloutId(1, 0, 0)
 
-pytestmark = pytest.mark.usefixtures("forked_workers")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("forked_workers")]
 
 
-@pytest.mark.long
 async def test_a_rollout_whose_worker_is_killed_is_tried_again_in_another(make_runner, tmp_path):
     async with pool_of(2, dying) as pool:
         runner = make_runner(dying, workers=pool, retries=1)
@@ -55,7 +54,6 @@ async def test_the_outcome_has_the_last_words_of_the_worker(make_runner, how, wo
         assert after.outcome is Outcome.COMPLETED
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("real_workers")
 async def test_no_rollout_of_another_worker_is_disturbed(make_runner):
     """The gateway sees the calls of all five before one of them dies."""
@@ -178,7 +176,6 @@ async def test_a_judge_that_ends_its_worker_is_named_and_takes_no_other_group(ma
     assert "exited with 1" in last[0].error
 
 
-@pytest.mark.long
 async def test_workers_that_die_before_they_begin_end_the_run_with_a_diagnosis(make_runner):
     function = DiesWhenLoaded()
     async with pool_of(1, function) as pool:
@@ -186,7 +183,6 @@ async def test_workers_that_die_before_they_begin_end_the_run_with_a_diagnosis(m
             await make_runner(function, workers=pool).run({}, ID, DEFAULTS)
 
 
-@pytest.mark.long
 async def test_functions_that_cannot_be_loaded_in_a_worker_end_the_run(make_runner):
     function = FailsWhenLoaded()
     async with pool_of(2, function) as pool:

@@ -20,7 +20,7 @@ from tuner.gateway import SamplingDefaults
 from tuner.rollouts import any_worker
 from tuner.traces import Outcome, RolloutId
 
-pytestmark = pytest.mark.usefixtures("forked_workers")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("forked_workers")]
 
 DEFAULTS = SamplingDefaults(max_tokens=4)
 ID = RolloutId(1, 0, 0)
@@ -108,7 +108,6 @@ async def test_time_in_tools_is_limited_in_a_worker(make_runner):
     assert "tuner.max_tool_seconds" in trace.error
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("real_workers")
 async def test_what_functions_log_and_print_comes_out_here(make_runner, caplog, capsys):
     async def workflow(task, model, logger):
@@ -164,7 +163,6 @@ RUN = """
 """
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_no_worker_outlives_its_run(how, tmp_path):
@@ -181,7 +179,6 @@ def test_no_worker_outlives_its_run(how, tmp_path):
     assert alive == []
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("real_workers")
 async def test_a_pool_that_was_closed_leaves_no_descriptor(make_runner):
     process = psutil.Process()

@@ -25,7 +25,7 @@ from tuner.areal import (
 from tuner.gateway.request_error import RequestError
 from tuner.traces import RolloutId
 
-pytestmark = pytest.mark.usefixtures("forked_workers")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("forked_workers")]
 
 ID = RolloutId(1, 0, 0)
 FEW = GenerationHyperparameters(max_new_tokens=3)
@@ -145,7 +145,6 @@ async def traces_of(runner, rows):
     return await asyncio.gather(*(one(number, row) for number, row in enumerate(rows)))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "rows", "placing"),
     [

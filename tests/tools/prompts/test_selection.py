@@ -265,6 +265,7 @@ async def test_candidates_that_the_tasks_cannot_tell_apart_are_named(tmp_path, c
     assert tied == {"two": False, "one": True, "bad": False}
 
 
+@pytest.mark.long
 async def test_a_hopeless_candidate_is_let_go_early(tmp_path, chat_model, capsys):
     tasks = [{"question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(100)]
 
@@ -303,6 +304,7 @@ async def test_what_a_task_costs_is_said_where_prices_are_known(tmp_path, chat_m
     assert costs[1] == pytest.approx((7 * 1.0 + 1 * 3.0) / 1e6)
 
 
+@pytest.mark.long
 async def test_a_selection_goes_on_where_it_stopped_and_takes_further_candidates(
     tmp_path, chat_model
 ):
@@ -412,6 +414,7 @@ async def test_tiny_models_are_selected_by_path_and_by_settings(tmp_path, random
     assert sum(one["rollouts"] for one in result_of(tmp_path)["candidates"]) <= 3 * 32
 
 
+@pytest.mark.long
 async def test_a_run_is_selected_from_by_its_folder_and_a_model_with_its_own_temperature(
     tmp_path, random_model_path
 ):

@@ -12,7 +12,6 @@ import pytest
 
 from tests.kit import forked
 from tests.kit.chat_server import Refusal, chat_server
-from tests.kit.examples import grid
 from tests.pages import blocks
 from tuner import (
     ConfigError,
@@ -194,7 +193,8 @@ def test_a_reflecting_model_that_fails_is_said_and_the_search_goes_on_later(tune
     assert before.items() <= after.items(), "what was tried is not tried again"
 
 
-@grid("limit", ["max_rollouts", "max_tokens", "max_cost"], quick=1)
+@pytest.mark.long
+@pytest.mark.parametrize("limit", ["max_rollouts", "max_tokens", "max_cost"])
 def test_the_budget_ends_the_search(tuned, limit):
     async def talkative(task, model, system_prompt):
         answer = await model.client.chat.completions.create(
@@ -327,6 +327,7 @@ def test_a_killed_search_goes_on_and_asks_for_nothing_twice(tmp_path):
     assert len(stored) == metrics["rollouts"]
 
 
+@pytest.mark.long
 def test_a_finished_search_gives_its_result_and_another_one_is_refused(tuned, folder):
     with proposer() as server:
         found = tuned(server)

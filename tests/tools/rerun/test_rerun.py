@@ -218,6 +218,7 @@ def test_functions_draw_the_random_numbers_that_they_drew(made, said):
     assert "the only call was replayed" in output
 
 
+@pytest.mark.long
 def test_a_whole_rollout_is_saved_for_tests(made, said, tmp_path):
     run, file = made(), tmp_path / "tests" / "rollouts.jsonl"
     for name in ("sum", "sum", "other"):
@@ -330,6 +331,7 @@ def trained(random_model_path, tmp_path_factory):
     return config.run_dir
 
 
+@pytest.mark.long
 def test_behind_the_point_the_runs_newest_model_goes_on(trained, said):
     status, output, _ = said("rerun", trained, "train-1-0-1", "--until", 2, "--sample")
     assert status == 0
