@@ -22,6 +22,7 @@ def grid(names: str, cases: Iterable[Any], *, quick: int, **options: Any) -> pyt
 
     Args:
         names: As for `parametrize`; several are separated by commas, and a case is then a tuple.
+        cases: Plain ones, without `pytest.param`.
         quick: At least 1; with 1, the first case.
     """
     found = [case if "," in names else (case,) for case in cases]

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from tests.kit.builders import logged
 from tests.kit.chat_server import Refusal, chat_server
-from tests.kit.examples import few
 from tests.pages import blocks
 from tests.rewards.tables import rows
 from tuner.config import RemoteModel
@@ -259,6 +258,7 @@ def test_a_verdict_is_read_with_its_reasons_however_it_is_written(reasoning, sco
             assert (found.score, found.reasoning) == (score, reasoning)
 
 
+@pytest.mark.long
 @given(
     st.one_of(
         st.text(max_size=80),
@@ -271,7 +271,7 @@ def test_a_verdict_is_read_with_its_reasons_however_it_is_written(reasoning, sco
         ),
     )
 )
-@settings(max_examples=few(300), deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_no_prose_and_no_part_of_a_verdict_is_one(text):
     with contextlib.suppress(ValueError):
         found = read(text, _form())

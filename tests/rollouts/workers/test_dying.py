@@ -8,7 +8,6 @@ import threading
 
 import pytest
 
-from tests.kit.examples import grid
 from tests.rollouts.workers import functions
 from tests.rollouts.workers.conftest import DEFAULTS, pool_of, waiting
 from tests.rollouts.workers.functions import DiesWhenLoaded, FailsWhenLoaded, dying
@@ -66,7 +65,7 @@ async def test_no_rollout_of_another_worker_is_disturbed(make_runner):
     assert all(task.cancelled() for task in tasks)
 
 
-@grid("count, retries", [(2, 1), (1, 0), (3, 0)], quick=1)
+@pytest.mark.parametrize(("count", "retries"), [(1, 0), (2, 1), (3, 0)])
 @pytest.mark.parametrize("killers", [{0}, {1, 4, 7}, {2, 3, 4, 5, 6, 7, 8}], ids=len)
 async def test_only_rollouts_that_end_their_worker_alone_fail(
     make_runner, caplog, killers, count, retries
@@ -141,7 +140,7 @@ def meets(runner, count):
     runner.gateway.handle = answered
 
 
-@grid("killers", [{0}, {1, 3}, {0, 1, 2, 3, 4, 5}], quick=1, ids=len)
+@pytest.mark.parametrize("killers", [{0}, {1, 3}, {0, 1, 2, 3, 4, 5}], ids=len)
 @pytest.mark.parametrize("count", [1, 2])
 async def test_a_group_is_judged_without_those_that_end_their_worker(make_runner, count, killers):
     """A judge of groups reads responses that stay in the worker, and die with it."""
