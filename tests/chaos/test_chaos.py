@@ -9,8 +9,9 @@ import pytest
 
 from tests.chaos import bodies, preload, sessions
 
+pytestmark = pytest.mark.long
 
-@pytest.mark.long
+
 @pytest.mark.skipif(shutil.which("cc") is None, reason="the failing file system needs a C compiler")
 def test_killed_runs_and_runs_on_a_failing_disk_go_on_to_the_same_bits(tmp_path):
     said = tmp_path / "said"
@@ -24,21 +25,18 @@ def test_killed_runs_and_runs_on_a_failing_disk_go_on_to_the_same_bits(tmp_path)
     assert code == 0, said.read_text()[-5000:]
 
 
-@pytest.mark.long
 def test_wrong_requests_break_nothing():
     statuses, _ = bodies.send(500, "short")
     assert statuses[200] > 50
     assert statuses[400] > 100
 
 
-@pytest.mark.long
 async def test_sessions_leave_nothing_behind():
     calls, held = await sessions.open_many(200, seed=0)
     assert calls > 200
     assert sessions.grown(held, memory=20) == []
 
 
-@pytest.mark.long
 def test_a_server_that_is_killed_loses_nothing():
     # In a process of its own: it forks, which one with threads cannot do safely.
     small = ["--sessions", "16", "--processes", "2", "--kills", "2"]

@@ -29,7 +29,7 @@ from tests.kit.examples import few
 from tests.kit.toy import ADD_TOOL
 from tuner.gateway import ChatRenderer
 
-pytestmark = pytest.mark.usefixtures("vocabulary")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("vocabulary")]
 _WORDS = st.lists(st.sampled_from(["answer", " is", "the user", " ", "\n", "{", "1"]))
 _THOUGHT = st.tuples(_WORDS.map("".join), st.sampled_from(["", "\n"]), st.integers(0, 2))
 _TURN = st.tuples(
@@ -51,7 +51,6 @@ def _spelled(turn: Any, opened: bool) -> str:
     return ("" if opened else "<think>") + block + text
 
 
-@pytest.mark.long
 @settings(max_examples=few(80), deadline=None)
 @given(
     st.sampled_from([*ALL.values(), OPENED, OPENED_OBEDIENT]),
@@ -84,7 +83,6 @@ _STEP = st.tuples(
 )
 
 
-@pytest.mark.long
 @settings(max_examples=few(80), deadline=None)
 @given(st.sampled_from([*ALL.values(), OPENED]), st.lists(_STEP, min_size=2, max_size=8))
 def test_only_reasoning_is_put_back(template: str, steps: list[Any]) -> None:

@@ -13,6 +13,8 @@ from tuner.cli import functions_of
 from tuner.traces.store import read_traces
 from tuner.tune import tune
 
+pytestmark = pytest.mark.long
+
 FUNCTIONS = """
 from tuner import JudgeOutput, WorkflowOutput
 
@@ -58,7 +60,6 @@ def run(random_model_path, tmp_path_factory):
     return tune(workflow, judge, config_path=root / "config.yaml")
 
 
-@pytest.mark.long
 def test_the_mended_judge_is_named_in_the_new_run_and_the_table_printed(run, said):
     root = run.run_dir.parents[1]
     mended = f"{root}/functions.py:judge"
@@ -77,7 +78,6 @@ def test_the_mended_judge_is_named_in_the_new_run_and_the_table_printed(run, sai
         assert found == {id_: -reward for id_, reward in old.items()}
 
 
-@pytest.mark.long
 def test_what_is_wrong_is_said_in_a_sentence_before_pytorch_is_imported(run):
     """A share that is none, and a run without a file that it can be told by."""
     script = (
